@@ -1,0 +1,256 @@
+"""Encode and decode recurrent states in plain torch: round to nearest even, or stochastic from given bits.
+
+This file fixes the arithmetic that the kernels reproduce bit for bit: every step is one fp32 operation.
+Shapes: a state is [..., H, R, N] fp32 (H heads; R = head_dim, or V for GDN; N = d_state, or K for GDN), N
+is the contracted axis and scales run along it.
+
+Stochastic rounding adds u = (r + 0.5) / 2**bits to the scaled magnitude in units of the format's own ulp and
+takes the floor. The half-step offset centres the draw; without it long-memory states lose mass. Values are
+clamped before and after rounding: ``amax * (1 / (amax / 448))`` exceeds 448 by one ulp for about a fifth of
+all rows, and a carry would reach the NaN code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .packing import pack_nibbles, unpack_nibbles
+from .spec import ELEMENTS, MIN_SCALE, Element, Format
+
+E4M3 = ELEMENTS["e4m3"]
+_TORCH_FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+@dataclass
+class Encoded:
+    """The stored planes of a state; which are present follows ``Format.planes``.
+
+    codes [..., H, R, N] (fp32, fp16, bf16, uint8) or [..., H, R, N / 8] int32 words of eight 4-bit codes;
+    low the low plane of a planar format, stored alike; scale fp32, fp16 or uint8 bits, [..., H, R],
+    [..., H, R, N / block] or [..., H]; head_scale fp32 [..., H].
+    """
+
+    codes: torch.Tensor
+    low: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    head_scale: torch.Tensor | None = None
+
+
+# --- elements -----------------------------------------------------------------------------------------
+
+
+def _uniform(rand: torch.Tensor, bits: int) -> torch.Tensor:
+    return (rand.to(torch.float32) + 0.5) * 2.0**-bits
+
+
+def float_codes(
+    x: torch.Tensor,
+    element: Element,
+    rand: torch.Tensor | None = None,
+    bits: int = 8,
+    up: bool = False,
+) -> torch.Tensor:
+    """Codes (int32, sign bit on top) of fp32 values in a float element of at most 16 bits.
+
+    Saturates at the largest finite value, keeps NaN where the element has one. ``rand`` None rounds to
+    nearest even, else stochastically; ``up`` rounds magnitudes up.
+    """
+    m, emin = element.mantissa, element.emin
+    mag = x.abs().clamp(max=element.max)
+    field = mag.view(torch.int32)
+    if element.name == "bf16":  # the top half of fp32: round in the integer, subnormals included
+        if rand is not None:
+            field = field + ((rand << 8) + 128 if bits == 8 else rand)
+        else:
+            field = field + 0x7FFF + ((field >> 16) & 1)
+        code = (field >> 16).clamp(max=element.max_magnitude_code)
+    else:
+        exp = ((field >> 23) - 127).clamp(min=emin)
+        steps = mag * ((m - exp + 127) << 23).view(torch.float32)  # exact: a power of two
+        if rand is not None:
+            steps = torch.floor(steps + _uniform(rand, bits))
+        else:
+            steps = torch.ceil(steps) if up else torch.round(steps)
+        steps = torch.where(steps.isfinite(), steps, 0.0).to(torch.int32)
+        code = (((exp - emin) << m) + steps).clamp(max=element.max_magnitude_code)
+    nan_code = {"fp16": 0x7E00, "bf16": 0x7FC0, "e4m3": 0x7F, "e5m2": 0x7F}.get(element.name)
+    code = torch.where(x.isnan(), nan_code if nan_code is not None else 0, code)
+    sign = (x.view(torch.int32) < 0).to(torch.int32) << (element.bits - 1)
+    return code | sign
+
+
+def float_values(code: torch.Tensor, element: Element) -> torch.Tensor:
+    """fp32 values of integer codes of a float element (the inverse of ``float_codes``)."""
+    if element.name == "fp16":
+        return code.to(torch.int16).view(torch.float16).to(torch.float32)
+    if element.name == "bf16":
+        return (code.to(torch.int32) << 16).view(torch.float32)
+    if element.name in _TORCH_FLOAT8:
+        return code.to(torch.uint8).view(_TORCH_FLOAT8[element.name]).to(torch.float32)
+    m, emin = element.mantissa, element.emin
+    mag = code & ((1 << (element.bits - 1)) - 1)
+    exp = (mag >> m).clamp(min=1)
+    value = (mag - ((exp - 1) << m)).to(torch.float32) * torch.exp2(
+        (exp - 1 + emin - m).to(torch.float32)
+    )
+    return torch.where(code >> (element.bits - 1) != 0, -value, value)
+
+
+def int_codes(
+    t: torch.Tensor, max_code: float, rand: torch.Tensor | None = None, bits: int = 8
+) -> torch.Tensor:
+    """Signed integer codes (int32) of scaled values, clamped to +-max_code; NaN gives 0."""
+    q = torch.round(t) if rand is None else torch.floor(t + _uniform(rand, bits))
+    return torch.nan_to_num(q.clamp(-max_code, max_code), nan=0.0).to(torch.int32)
+
+
+# --- scales -------------------------------------------------------------------------------------------
+
+
+def _floored(s: torch.Tensor) -> torch.Tensor:
+    """Scales are 0, or at least MIN_SCALE, or NaN where the group holds NaN or Inf."""
+    s = torch.where(s > 0, s.clamp(min=MIN_SCALE), s)
+    return torch.where(s.isfinite(), s, float("nan"))
+
+
+def _encode_scale(
+    raw: torch.Tensor, fmt: Format
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(stored scale, head scale or None, fp32 scale) of ``raw`` = amax / max_code, [..., H], [..., H, R] or blocks."""
+    spec = fmt.scale
+    if spec.dtype == "fp32":
+        s = _floored(raw)
+        return s, None, s
+    if spec.dtype == "fp16":
+        s = raw.clamp(max=65504.0).to(torch.float16)
+        low = s.to(torch.float32) < raw
+        up = (s.view(torch.int16) + low.to(torch.int16)).view(torch.float16)
+        s = torch.where(up.isinf() & raw.isfinite(), torch.full_like(s, 65504.0), up)
+        s = torch.where(raw.isfinite(), s, float("nan"))
+        return s, None, s.to(torch.float32)
+    if spec.dtype == "e8m0":
+        bits = raw.view(torch.int32)
+        exp = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
+        code = torch.where(raw.isfinite(), exp.clamp(27, 254), 255)
+        s = decode_scale(code.to(torch.uint8), None, fmt)
+        return code.to(torch.uint8), None, s
+    head = _floored(raw.amax((-1, -2)) / 448.0)  # e4m3 blocks under one fp32 scale a head
+    ratio = torch.where(head[..., None, None] > 0, raw / head[..., None, None], 0.0)
+    ratio = torch.where(head.isnan()[..., None, None], 0.0, ratio)
+    code = float_codes(ratio, E4M3, up=spec.round_up).to(torch.uint8)
+    return code, head, decode_scale(code, head, fmt)
+
+
+def decode_scale(scale: torch.Tensor, head_scale: torch.Tensor | None, fmt: Format) -> torch.Tensor:
+    """Stored scales -> fp32 scales of the same shape."""
+    dtype = fmt.scale.dtype
+    if dtype == "e8m0":
+        code = scale.to(torch.int32)
+        value = torch.where(code > 0, code << 23, 1 << 22).view(torch.float32)
+        return torch.where(code == 255, float("nan"), value)
+    if dtype == "e4m3":
+        assert head_scale is not None
+        return float_values(scale, E4M3) * head_scale[..., None, None]
+    return scale.to(torch.float32)
+
+
+def _expand(scale: torch.Tensor, fmt: Format, n: int) -> torch.Tensor:
+    """fp32 scales -> a tensor that broadcasts against [..., H, R, N]."""
+    if fmt.scale.granularity == "block":
+        return scale.repeat_interleave(fmt.scale.block, -1)
+    return scale[..., None] if fmt.scale.granularity == "row" else scale[..., None, None]
+
+
+# --- states -------------------------------------------------------------------------------------------
+
+
+def encode(
+    state: torch.Tensor, fmt: Format, rand: torch.Tensor | None = None, bits: int = 8
+) -> Encoded:
+    """Round an fp32 state [..., H, R, N] to ``fmt``.
+
+    rand None rounds to nearest even; else an integer tensor of the state's shape in 0..2**bits - 1
+    (``philox.element_bits``) rounds stochastically. Raises ValueError where the shape does not fit.
+    """
+    if state.dtype != torch.float32:
+        raise TypeError(f"encode needs an fp32 state, not {state.dtype}; convert it with .float()")
+    rows, n = state.shape[-2:]
+    fmt.check(rows, n)
+    if rand is not None:
+        rand = rand.to(torch.int32)
+    if not fmt.rounds:
+        return Encoded(state.clone())
+    scale = head = None
+    t = state
+    if fmt.is_scaled:
+        mag = state.abs()
+        if fmt.scale.granularity == "block":
+            amax = mag.unflatten(-1, (-1, fmt.scale.block)).amax(-1)
+        else:
+            amax = mag.amax(-1) if fmt.scale.granularity == "row" else mag.amax((-1, -2))
+        scale, head, s = _encode_scale(amax / fmt.max_code, fmt)
+        inv = _expand(
+            torch.where(s > 0, 1.0 / s, torch.zeros_like(s)), fmt, n
+        )  # NaN compares false: codes 0
+        # a zero inverse times Inf would be NaN
+        t = torch.where(inv > 0, state * inv, 0.0).clamp(-fmt.max_code, fmt.max_code)
+    if fmt.kind == "float":
+        element = ELEMENTS[fmt.element]
+        code = float_codes(t, element, rand, bits)
+        if element.bits == 16:
+            dtype = torch.float16 if element.name == "fp16" else torch.bfloat16
+            codes = code.to(torch.int16).view(dtype)
+        else:
+            codes = pack_nibbles(code) if element.bits == 4 else code.to(torch.uint8)
+        return Encoded(codes, None, scale, head)
+    q = int_codes(t, fmt.max_code, rand, bits)
+    if not fmt.is_planar:
+        codes = pack_nibbles(q + 8) if fmt.bits == 4 else q.to(torch.int8).view(torch.uint8)
+        return Encoded(codes, None, scale, head)
+    high = (q + (1 << (fmt.lo_bits - 1))) >> fmt.lo_bits
+    low = q - (high << fmt.lo_bits)
+    codes = pack_nibbles(high + 8) if fmt.bits == 4 else high.to(torch.int8).view(torch.uint8)
+    lows = pack_nibbles(low + 8) if fmt.lo_bits == 4 else low.to(torch.int8).view(torch.uint8)
+    return Encoded(codes, lows, scale, head)
+
+
+def _integers(plane: torch.Tensor, bits: int) -> torch.Tensor:
+    if bits == 4:
+        return unpack_nibbles(plane) - 8
+    return plane.view(torch.int8).to(torch.int32)
+
+
+def decode(enc: Encoded, fmt: Format, *, high_only: bool = False) -> torch.Tensor:
+    """Stored planes -> fp32 state [..., H, R, N].
+
+    high_only decodes the high plane of a planar format alone: the output copy. The scale multiplies last, as
+    one fp32 product of the exact code value and the fp32 scale.
+    """
+    if fmt.name in ("fp32", "fp16", "bf16"):
+        return enc.codes.to(torch.float32)
+    if fmt.kind == "float":
+        element = ELEMENTS[fmt.element]
+        codes = unpack_nibbles(enc.codes) if element.bits == 4 else enc.codes
+        value = float_values(codes, element)
+    else:
+        value_int = _integers(enc.codes, fmt.bits)
+        if fmt.is_planar:
+            value_int = value_int << fmt.lo_bits
+            if not high_only:
+                assert enc.low is not None
+                value_int = value_int + _integers(enc.low, fmt.lo_bits)
+        value = value_int.to(torch.float32)
+    if not fmt.is_scaled:
+        return value
+    assert enc.scale is not None
+    s = decode_scale(enc.scale, enc.head_scale, fmt)
+    return value * _expand(s, fmt, value.shape[-1])
+
+
+def fake_quantize(
+    state: torch.Tensor, fmt: Format, rand: torch.Tensor | None = None, bits: int = 8
+) -> torch.Tensor:
+    """decode(encode(state)): what a store in ``fmt`` leaves of the state."""
+    return decode(encode(state, fmt, rand, bits), fmt)
