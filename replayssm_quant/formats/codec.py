@@ -41,8 +41,18 @@ class Encoded:
 # --- elements -----------------------------------------------------------------------------------------
 
 
-def _uniform(rand: torch.Tensor, bits: int) -> torch.Tensor:
-    return (rand.to(torch.float32) + 0.5) * 2.0**-bits
+def _floor_stochastic(t: torch.Tensor, rand: torch.Tensor, bits: int) -> torch.Tensor:
+    """floor(t + u), u = (rand + 0.5) / 2**bits, in fp32; ``t`` is in units of the format's step.
+
+    With 8 bits the sum is one fp32 addition: exact below every integer up to 2**15. With 16 bits a ``t``
+    of 1024 or more (fp16, the 12-bit planar integers) leaves u too few places and would lift even whole
+    numbers; the fraction is then split off first.
+    """
+    u = (rand.to(torch.float32) + 0.5) * 2.0**-bits
+    if bits == 8:
+        return torch.floor(t + u)
+    whole = torch.floor(t)
+    return whole + torch.floor((t - whole) + u)
 
 
 def float_codes(
@@ -70,7 +80,7 @@ def float_codes(
         exp = ((field >> 23) - 127).clamp(min=emin)
         steps = mag * ((m - exp + 127) << 23).view(torch.float32)  # exact: a power of two
         if rand is not None:
-            steps = torch.floor(steps + _uniform(rand, bits))
+            steps = _floor_stochastic(steps, rand, bits)
         else:
             steps = torch.ceil(steps) if up else torch.round(steps)
         steps = torch.where(steps.isfinite(), steps, 0.0).to(torch.int32)
@@ -102,7 +112,7 @@ def int_codes(
     t: torch.Tensor, max_code: float, rand: torch.Tensor | None = None, bits: int = 8
 ) -> torch.Tensor:
     """Signed integer codes (int32) of scaled values, clamped to +-max_code; NaN gives 0."""
-    q = torch.round(t) if rand is None else torch.floor(t + _uniform(rand, bits))
+    q = torch.round(t) if rand is None else _floor_stochastic(t, rand, bits)
     return torch.nan_to_num(q.clamp(-max_code, max_code), nan=0.0).to(torch.int32)
 
 
@@ -116,10 +126,11 @@ def _floored(s: torch.Tensor) -> torch.Tensor:
 
 
 def _encode_scale(
-    raw: torch.Tensor, fmt: Format
+    amax: torch.Tensor, fmt: Format
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(stored scale, head scale or None, fp32 scale) of ``raw`` = amax / max_code, [..., H], [..., H, R] or blocks."""
+    """(stored scale, head scale or None, fp32 scale) of group maxima [..., H], [..., H, R] or blocks."""
     spec = fmt.scale
+    raw = amax / fmt.max_code
     if spec.dtype == "fp32":
         s = _floored(raw)
         return s, None, s
@@ -136,7 +147,7 @@ def _encode_scale(
         code = torch.where(raw.isfinite(), exp.clamp(27, 254), 255)
         s = decode_scale(code.to(torch.uint8), None, fmt)
         return code.to(torch.uint8), None, s
-    head = _floored(raw.amax((-1, -2)) / 448.0)  # e4m3 blocks under one fp32 scale a head
+    head = _floored(amax.amax((-1, -2)) / (fmt.max_code * 448.0))  # so the largest block has 448
     ratio = torch.where(head[..., None, None] > 0, raw / head[..., None, None], 0.0)
     ratio = torch.where(head.isnan()[..., None, None], 0.0, ratio)
     code = float_codes(ratio, E4M3, up=spec.round_up).to(torch.uint8)
@@ -172,13 +183,21 @@ def encode(
     """Round an fp32 state [..., H, R, N] to ``fmt``.
 
     rand None rounds to nearest even; else an integer tensor of the state's shape in 0..2**bits - 1
-    (``philox.element_bits``) rounds stochastically. Raises ValueError where the shape does not fit.
+    (``philox.element_bits``) rounds stochastically, bits 8 or 16. Raises ValueError where a shape does not
+    fit.
     """
     if state.dtype != torch.float32:
         raise TypeError(f"encode needs an fp32 state, not {state.dtype}; convert it with .float()")
     rows, n = state.shape[-2:]
     fmt.check(rows, n)
+    if bits not in (8, 16):
+        raise ValueError(f"random bits {bits}: use 8 or 16")
     if rand is not None:
+        if rand.shape != state.shape:
+            raise ValueError(
+                f"rand {tuple(rand.shape)} must have the state's shape {tuple(state.shape)}: "
+                "one random number an element"
+            )
         rand = rand.to(torch.int32)
     if not fmt.rounds:
         return Encoded(state.clone())
@@ -190,7 +209,7 @@ def encode(
             amax = mag.unflatten(-1, (-1, fmt.scale.block)).amax(-1)
         else:
             amax = mag.amax(-1) if fmt.scale.granularity == "row" else mag.amax((-1, -2))
-        scale, head, s = _encode_scale(amax / fmt.max_code, fmt)
+        scale, head, s = _encode_scale(amax, fmt)
         inv = _expand(
             torch.where(s > 0, 1.0 / s, torch.zeros_like(s)), fmt, n
         )  # NaN compares false: codes 0
