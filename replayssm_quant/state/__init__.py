@@ -1,0 +1,1 @@
+"""Where the recurrent state of a request lives: geometry, layout, cursors and slots."""

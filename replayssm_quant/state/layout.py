@@ -1,0 +1,184 @@
+"""StateLayout: where each byte of a request's state lives within one layer's page.
+
+A page holds, in this order, the update checkpoint, the output copy, their scales and the ring;
+every tensor starts on 128 bytes. A pool is uint8 [slots, page stride]; ``views`` reinterprets it
+without a copy, so a slot's stride may be anything an engine chooses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from ..config import StateConfig
+from ..formats.spec import Plane
+from .geometry import LayerGeometry
+
+if TYPE_CHECKING:
+    import torch
+
+ALIGN = 128
+
+
+@dataclass
+class StateViews:
+    """Strided tensors of one layer over a pool; the leading axis of each is the slot.
+
+    Shapes and storage types: ``formats.spec.Format.planes`` for checkpoint and copy. Where the
+    readout uses the checkpoint itself (shared), or its high plane (planar), copy views alias it.
+    Rings of Mamba-2: ring_x [slots, L, H, P] and ring_B [slots, L, G, N] as the model computes
+    them, ring_dt [slots, L, H] fp32 after bias and softplus. Of GDN: ring_k [slots, L, HK, K] raw,
+    ring_v [slots, L, HV, V], and fp32 ring_g [slots, L, HV, 1] (log decay), ring_beta
+    [slots, L, HV], ring_rk [slots, L, HK] = 1 / |k|.
+    """
+
+    ckpt: torch.Tensor
+    ckpt_low: torch.Tensor | None
+    ckpt_scale: torch.Tensor | None
+    ckpt_head_scale: torch.Tensor | None
+    copy: torch.Tensor
+    copy_scale: torch.Tensor | None
+    copy_head_scale: torch.Tensor | None
+    ring_x: torch.Tensor | None = None
+    ring_dt: torch.Tensor | None = None
+    ring_B: torch.Tensor | None = None
+    ring_k: torch.Tensor | None = None
+    ring_v: torch.Tensor | None = None
+    ring_g: torch.Tensor | None = None
+    ring_beta: torch.Tensor | None = None
+    ring_rk: torch.Tensor | None = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every view that is present, by name."""
+        pairs = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return {name: t for name, t in pairs if t is not None}
+
+
+@dataclass(frozen=True)
+class Field:
+    """One tensor of a page: shape of one slot, storage type, byte offset in the page."""
+
+    name: str
+    shape: tuple[int, ...]
+    storage: str
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return Plane(self.name, self.shape, self.storage).nbytes
+
+
+class StateLayout:
+    """Fields and bytes of one layer's page for a geometry, a config and an activation dtype.
+
+    ring_storage is the dtype of the ring's activations (``bf16``, ``fp16`` or ``fp32``). Raises
+    ValueError where a format does not fit the geometry.
+    """
+
+    def __init__(self, geometry: LayerGeometry, config: StateConfig, ring_storage: str = "bf16"):
+        if ring_storage not in ("bf16", "fp16", "fp32"):
+            raise ValueError(f"ring dtype '{ring_storage}' is not supported; use bf16, fp16, fp32")
+        self.geometry, self.config, self.ring_storage = geometry, config, ring_storage
+        g, length = geometry, config.buffer_len
+        shape = (g.heads, g.rows, g.n)
+        planes = [("ckpt", p) for p in config.update.planes(*shape)]
+        if config.output is not None:
+            planes += [("copy", p) for p in config.output.planes(*shape)]
+        self.fields: dict[str, Field] = {}
+        self._end = 0
+        for prefix, plane in planes:
+            name = prefix if plane.name == "codes" else f"{prefix}_{plane.name}"
+            self._add(name, plane.shape, plane.storage)
+        act = ring_storage
+        if g.kind == "mamba2":
+            self._add("ring_x", (length, g.heads, g.rows), act)
+            self._add("ring_dt", (length, g.heads), "fp32")
+            self._add("ring_B", (length, g.groups, g.n), act)
+        else:
+            self._add("ring_k", (length, g.groups, g.n), act)
+            self._add("ring_v", (length, g.heads, g.rows), act)
+            self._add("ring_g", (length, g.heads, g.gate_width), "fp32")
+            self._add("ring_beta", (length, g.heads), "fp32")
+            self._add("ring_rk", (length, g.groups), "fp32")
+
+    def _add(self, name: str, shape: tuple[int, ...], storage: str) -> None:
+        offset = -(-self._end // ALIGN) * ALIGN
+        field = Field(name, shape, storage, offset)
+        self.fields[name] = field
+        self._end = offset + field.nbytes
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one slot, padded to the alignment."""
+        return -(-self._end // ALIGN) * ALIGN
+
+    def _sum(self, prefix: str) -> int:
+        return sum(f.nbytes for f in self.fields.values() if f.name.startswith(prefix))
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return self._sum("ckpt")
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes stored for the output copy alone; 0 if it is the checkpoint or its high plane."""
+        return self._sum("copy")
+
+    @property
+    def ring_bytes(self) -> int:
+        return self._sum("ring")
+
+    @property
+    def ring_row_bytes(self) -> float:
+        """Ring bytes of one token."""
+        return self.ring_bytes / self.config.buffer_len
+
+    @property
+    def bytes_per_step(self) -> float:
+        """State and ring bytes that one decode step moves, averaged over a window of L.
+
+        Readout on L - 1 steps; at a flush the checkpoint in and out and the copy out. Non-flush
+        step i reads the i ring rows and writes one; the flush reads the L - 1 rows.
+        """
+        g, c, length = self.geometry, self.config, self.config.buffer_len
+        shape = (g.heads, g.rows, g.n)
+        readout = c.readout.readout_bytes(*shape)
+        ring = (sum(range(length)) + length - 1) * self.ring_row_bytes
+        flush = 2 * self.checkpoint_bytes + self.copy_bytes
+        return ((length - 1) * readout + flush + ring) / length
+
+    def views(self, pages: torch.Tensor) -> StateViews:
+        """Typed views over uint8 pages [slots, stride >= page_bytes], stride a multiple of 4."""
+        import torch
+
+        dtypes = {
+            "fp32": torch.float32,
+            "fp16": torch.float16,
+            "bf16": torch.bfloat16,
+            "u8": torch.uint8,
+            "i32": torch.int32,
+        }
+        if pages.dtype != torch.uint8 or pages.ndim != 2 or pages.shape[1] < self.page_bytes:
+            raise ValueError(
+                f"pages must be uint8 [slots, >= {self.page_bytes}], not "
+                f"{pages.dtype} {tuple(pages.shape)}"
+            )
+
+        def view(name: str) -> torch.Tensor | None:
+            f = self.fields.get(name)
+            if f is None:
+                return None
+            flat = pages[:, f.offset : f.offset + f.nbytes].view(dtypes[f.storage])
+            return flat.unflatten(1, f.shape)
+
+        names = [f.name for f in fields(StateViews)]
+        found = {name: view(name) for name in names}
+        if self.config.output is None:
+            for part in ("", "_scale", "_head_scale"):
+                found["copy" + part] = found["ckpt" + part]
+        return StateViews(**found)  # type: ignore[arg-type]
+
+
+def fp32_bytes(geometry: LayerGeometry) -> int:
+    """Bytes of the plain fp32 state of one request in one layer: the reference of every ratio."""
+    return 4 * geometry.elements
