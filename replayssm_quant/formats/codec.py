@@ -1,13 +1,13 @@
-"""Encode and decode recurrent states in plain torch: round to nearest even, or stochastic from given bits.
+"""Encode and decode recurrent states in plain torch: nearest even, or stochastic from given bits.
 
-This file fixes the arithmetic that the kernels reproduce bit for bit: every step is one fp32 operation.
-Shapes: a state is [..., H, R, N] fp32 (H heads; R = head_dim, or V for GDN; N = d_state, or K for GDN), N
-is the contracted axis and scales run along it.
+This file fixes the arithmetic that the kernels reproduce bit for bit: every step is one fp32
+operation. Shapes: a state is [..., H, R, N] fp32 (H heads; R = head_dim, or V for GDN; N = d_state,
+or K for GDN), N is the contracted axis and scales run along it.
 
-Stochastic rounding adds u = (r + 0.5) / 2**bits to the scaled magnitude in units of the format's own ulp and
-takes the floor. The half-step offset centres the draw; without it long-memory states lose mass. Values are
-clamped before and after rounding: ``amax * (1 / (amax / 448))`` exceeds 448 by one ulp for about a fifth of
-all rows, and a carry would reach the NaN code.
+Stochastic rounding adds u = (r + 0.5) / 2**bits to the scaled magnitude in units of the format's
+own ulp and takes the floor. The half-step offset centres the draw; without it long-memory states
+lose mass. Values are clamped before and after rounding: ``amax * (1 / (amax / 448))`` exceeds 448
+by one ulp for about a fifth of all rows, and a carry would reach the NaN code.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _TORCH_FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 class Encoded:
     """The stored planes of a state; which are present follows ``Format.planes``.
 
-    codes [..., H, R, N] (fp32, fp16, bf16, uint8) or [..., H, R, N / 8] int32 words of eight 4-bit codes;
-    low the low plane of a planar format, stored alike; scale fp32, fp16 or uint8 bits, [..., H, R],
-    [..., H, R, N / block] or [..., H]; head_scale fp32 [..., H].
+    codes [..., H, R, N] (fp32, fp16, bf16, uint8) or [..., H, R, N / 8] int32 words of eight 4-bit
+    codes; low the low plane of a planar format, stored alike; scale fp32, fp16 or uint8 bits, [...,
+    H, R], [..., H, R, N / block] or [..., H]; head_scale fp32 [..., H].
     """
 
     codes: torch.Tensor
@@ -38,15 +38,15 @@ class Encoded:
     head_scale: torch.Tensor | None = None
 
 
-# --- elements -----------------------------------------------------------------------------------------
+# --- elements -------------------------------------------------------------------------------------
 
 
 def _floor_stochastic(t: torch.Tensor, rand: torch.Tensor, bits: int) -> torch.Tensor:
     """floor(t + u), u = (rand + 0.5) / 2**bits, in fp32; ``t`` is in units of the format's step.
 
-    With 8 bits the sum is one fp32 addition: exact below every integer up to 2**15. With 16 bits a ``t``
-    of 1024 or more (fp16, the 12-bit planar integers) leaves u too few places and would lift even whole
-    numbers; the fraction is then split off first.
+    With 8 bits the sum is one fp32 addition: exact below every integer up to 2**15. With 16 bits a
+    ``t`` of 1024 or more (fp16, the 12-bit planar integers) leaves u too few places and would lift
+    even whole numbers; the fraction is then split off first.
     """
     u = (rand.to(torch.float32) + 0.5) * 2.0**-bits
     if bits == 8:
@@ -64,8 +64,8 @@ def float_codes(
 ) -> torch.Tensor:
     """Codes (int32, sign bit on top) of fp32 values in a float element of at most 16 bits.
 
-    Saturates at the largest finite value, keeps NaN where the element has one. ``rand`` None rounds to
-    nearest even, else stochastically; ``up`` rounds magnitudes up.
+    Saturates at the largest finite value, keeps NaN where the element has one. ``rand`` None rounds
+    to nearest even, else stochastically; ``up`` rounds magnitudes up.
     """
     m, emin = element.mantissa, element.emin
     mag = x.abs().clamp(max=element.max)
@@ -116,7 +116,7 @@ def int_codes(
     return torch.nan_to_num(q.clamp(-max_code, max_code), nan=0.0).to(torch.int32)
 
 
-# --- scales -------------------------------------------------------------------------------------------
+# --- scales ---------------------------------------------------------------------------------------
 
 
 def _floored(s: torch.Tensor) -> torch.Tensor:
@@ -128,7 +128,7 @@ def _floored(s: torch.Tensor) -> torch.Tensor:
 def _encode_scale(
     amax: torch.Tensor, fmt: Format
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(stored scale, head scale or None, fp32 scale) of group maxima [..., H], [..., H, R] or blocks."""
+    """(stored scale, head scale or None, fp32 scale) of the groups' largest magnitudes."""
     spec = fmt.scale
     raw = amax / fmt.max_code
     if spec.dtype == "fp32":
@@ -174,7 +174,7 @@ def _expand(scale: torch.Tensor, fmt: Format, n: int) -> torch.Tensor:
     return scale[..., None] if fmt.scale.granularity == "row" else scale[..., None, None]
 
 
-# --- states -------------------------------------------------------------------------------------------
+# --- states ---------------------------------------------------------------------------------------
 
 
 def encode(
@@ -183,8 +183,8 @@ def encode(
     """Round an fp32 state [..., H, R, N] to ``fmt``.
 
     rand None rounds to nearest even; else an integer tensor of the state's shape in 0..2**bits - 1
-    (``philox.element_bits``) rounds stochastically, bits 8 or 16. Raises ValueError where a shape does not
-    fit.
+    (``philox.element_bits``) rounds stochastically, bits 8 or 16. Raises ValueError where a shape
+    does not fit.
     """
     if state.dtype != torch.float32:
         raise TypeError(f"encode needs an fp32 state, not {state.dtype}; convert it with .float()")
@@ -244,8 +244,8 @@ def _integers(plane: torch.Tensor, bits: int) -> torch.Tensor:
 def decode(enc: Encoded, fmt: Format, *, high_only: bool = False) -> torch.Tensor:
     """Stored planes -> fp32 state [..., H, R, N].
 
-    high_only decodes the high plane of a planar format alone: the output copy. The scale multiplies last, as
-    one fp32 product of the exact code value and the fp32 scale.
+    high_only decodes the high plane of a planar format alone: the output copy. The scale multiplies
+    last, as one fp32 product of the exact code value and the fp32 scale.
     """
     if fmt.name in ("fp32", "fp16", "bf16"):
         return enc.codes.to(torch.float32)

@@ -1,8 +1,8 @@
 """Packing of 4-bit codes, eight to a 32-bit word, in plane order.
 
-Nibble ``i`` (bits 4i to 4i + 3) of word ``j`` of a row is element ``n = i * (N / 8) + j``. With d_state 128
-each nibble plane is 16 consecutive elements, one NVFP4 block, and nibbles i and i + 4 sit 16 bits apart,
-so that one 32-bit operation decodes two elements into a pair of fp16 numbers.
+Nibble ``i`` (bits 4i to 4i + 3) of word ``j`` of a row is element ``n = i * (N / 8) + j``. With
+d_state 128 each nibble plane is 16 consecutive elements, one NVFP4 block, and nibbles i and i + 4
+sit 16 bits apart, so that one 32-bit operation decodes two elements into a pair of fp16 numbers.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Philox4x32 counter-based random numbers in torch, word for word what Triton's ``tl.philox`` yields.
+"""Philox4x32 counter-based random numbers in torch, word for word those of Triton's ``tl.philox``.
 
-Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). Seven
-rounds are the fewest that pass their BigCrush runs; ten is their default with a margin.
+Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+Seven rounds are the fewest that pass their BigCrush runs; ten is their default with a margin.
 
-The random bits of an element of the state are a pure function of (seed, request, layer, head, element,
-flush position): never of batch row, slot, grid or launch.
+The random bits of an element of the state are a pure function of (seed, request, layer, head,
+element, flush position): never of batch row, slot, grid or launch.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ def philox4x32(
     c3: torch.Tensor | int = 0,
     rounds: int = DEFAULT_ROUNDS,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Four 32-bit words (as int64 in 0..2**32 - 1) of the counter (c0, c1, c2, c3) under a 64-bit key.
+    """Four 32-bit words (as int64 in 0..2**32 - 1) of the counter (c0, c1, c2, c3) under a 64-bit
+    key.
 
-    Tensors are int64 or int32 and broadcast; only the low 32 bits of a counter and the low 64 of the key
-    count.
+    Tensors are int64 or int32 and broadcast; only the low 32 bits of a counter and the low 64 of
+    the key count.
     """
     if rounds < 1:
         raise ValueError(f"philox rounds {rounds} must be at least 1 (7 or 10 are sound)")
@@ -67,7 +68,7 @@ def philox4x32(
 def randint4x(
     seed: int, offset: torch.Tensor, rounds: int = 10
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What ``tl.randint4x(seed, offset, rounds)`` yields, as int64 words; int32 or int64 offsets."""
+    """``tl.randint4x(seed, offset, rounds)`` as int64 words; offsets int32 or int64."""
     wide = offset.to(torch.int64)
     high = (wide >> 32) & _MASK if offset.dtype == torch.int64 else 0
     return philox4x32(seed, wide & _MASK, high, 0, 0, rounds)
@@ -101,11 +102,12 @@ def element_bits(
 ) -> torch.Tensor:
     """Random bits for each element of [heads, rows, n] states: int32 [batch, heads, rows, n].
 
-    keys int64 [batch] (``request_key``), positions int [batch] (tokens folded into the state at this
-    flush), layer and head_offset in global numbering (a tensor-parallel shard passes its first head).
-    bits 8: one Philox call serves two rows and the eight elements n = i * (N / 8) + j of one j: byte
-    ``(r % 2) * 8 + i``. bits 16: one call a row, half-word i, counter word 3 = 1 + r % 2.
-    Where n is not a multiple of 8 the counter runs over ceil(n / 8) words and spare bits are dropped.
+    keys int64 [batch] (``request_key``), positions int [batch] (tokens folded into the state at
+    this flush), layer and head_offset in global numbering (a tensor-parallel shard passes its first
+    head). bits 8: one Philox call serves two rows and the eight elements n = i * (N / 8) + j of one
+    j: byte ``(r % 2) * 8 + i``. bits 16: one call a row, half-word i, counter word 3 = 1 + r % 2.
+    Where n is not a multiple of 8 the counter runs over ceil(n / 8) words and spare bits are
+    dropped.
     """
     if bits not in (8, 16):
         raise ValueError(f"random bits {bits}: use 8 or 16")

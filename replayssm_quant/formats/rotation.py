@@ -1,9 +1,9 @@
 """Randomised Hadamard rotation along d_state (K for GDN).
 
-R = diag(signs) H / sqrt(block): an orthogonal matrix, so B, C (or k, q) and the state may all be multiplied
-by it without changing any output: S C = (S R)(R^T C). It spreads outlier channels over a whole row, which
-is worth up to 2.5x in an integer format's error. The signs are a fixed Philox stream, the same for every
-layer and request.
+R = diag(signs) H / sqrt(block): an orthogonal matrix, so B, C (or k, q) and the state may all be
+multiplied by it without changing any output: S C = (S R)(R^T C). It spreads outlier channels over a
+whole row, which is worth up to 2.5x in an integer format's error. The signs are a fixed Philox
+stream, the same for every layer and request.
 """
 
 from __future__ import annotations

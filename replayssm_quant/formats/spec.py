@@ -1,9 +1,10 @@
-"""What a state format is: element, scale rule, planes and bytes. One table, ``FORMATS``; no torch here.
+"""What a state format is: element, scale rule, planes, bytes. One table, ``FORMATS``; no torch
+here.
 
-Elements follow the OCP Microscaling specification 1.0 (e2m1, e2m3, e3m2, e4m3, e5m2, e8m0) and IEEE 754
-(fp32, fp16); NVFP4 is e2m1 with one e4m3 scale per 16 elements under one fp32 scale (here: one per head).
-The planar integers ``P{h}+{l}`` hold one scaled integer in two bit planes: the high plane alone is the
-output copy, both planes are the update checkpoint.
+Elements follow the OCP Microscaling specification 1.0 (e2m1, e2m3, e3m2, e4m3, e5m2, e8m0) and IEEE
+754 (fp32, fp16); NVFP4 is e2m1 with one e4m3 scale per 16 elements under one fp32 scale (here: one
+per head). The planar integers ``P{h}+{l}`` hold one scaled integer in two bit planes: the high
+plane alone is the output copy, both planes are the update checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ MIN_SCALE = 2.0**-100
 
 @dataclass(frozen=True)
 class Element:
-    """One number system: ``mantissa`` stored bits, smallest normal exponent ``emin``, largest value ``max``."""
+    """A number system: ``mantissa`` stored bits, smallest normal exponent ``emin``, largest
+    ``max``."""
 
     name: str
     kind: Literal["float", "int"]
@@ -68,9 +70,10 @@ ELEMENTS = {
 class ScaleSpec:
     """How a group of elements shares a scale; the scale multiplies codes to decode them.
 
-    ``row`` is one (head, row), ``block`` is ``block`` consecutive elements of a row along d_state (K for
-    GDN), ``head`` is a whole [rows, d_state] matrix. An e4m3 block scale sits under one fp32 scale a head.
-    ``round_up`` rounds an e4m3 scale up, so that the block's largest value never exceeds the top code.
+    ``row`` is one (head, row), ``block`` is ``block`` consecutive elements of a row along d_state
+    (K for GDN), ``head`` is a whole [rows, d_state] matrix. An e4m3 block scale sits under one fp32
+    scale a head. ``round_up`` rounds an e4m3 scale up, so that the block's largest value never
+    exceeds the top code.
     """
 
     granularity: Granularity = "none"
@@ -85,7 +88,7 @@ class ScaleSpec:
 
 @dataclass(frozen=True)
 class Plane:
-    """One stored tensor of one (slot, layer): name, shape, storage type (a key of ``STORAGE_BYTES``)."""
+    """One stored tensor of one (slot, layer); ``storage`` is a key of ``STORAGE_BYTES``."""
 
     name: str
     shape: tuple[int, ...]
@@ -103,8 +106,9 @@ class Plane:
 class Format:
     """A state format: an element (or a planar integer) and its scale rule.
 
-    ``bits`` is the width of the plane that a readout loads, ``lo_bits`` the width of the low plane of a
-    planar format (0 otherwise), ``max_code`` the largest magnitude of the scaled value before the scale.
+    ``bits`` is the width of the plane that a readout loads, ``lo_bits`` the width of the low plane
+    of a planar format (0 otherwise), ``max_code`` the largest magnitude of the scaled value before
+    the scale.
     """
 
     name: str
@@ -135,8 +139,8 @@ class Format:
             raise ValueError(f"state shape {rows} x {n} is empty; both sides must be at least 1")
         if self.scale.granularity == "block" and n % self.scale.block:
             raise ValueError(
-                f"{self.name}: d_state {n} is not a multiple of the scale block {self.scale.block}; "
-                f"use a row scale, or a block that divides {n}"
+                f"{self.name}: d_state {n} is not a multiple of the scale block "
+                f"{self.scale.block}; use a row scale, or a block that divides {n}"
             )
         if (self.bits == 4 or self.lo_bits == 4) and n % 8:
             raise ValueError(f"{self.name}: 4-bit planes need d_state a multiple of 8, not {n}")
@@ -150,7 +154,7 @@ class Format:
         }.get(self.scale.granularity)
         if shape is None:
             return ()
-        planes = (Plane("scale", shape, storage),)
+        planes: tuple[Plane, ...] = (Plane("scale", shape, storage),)
         if self.scale.has_head_scale:
             planes += (Plane("head_scale", (heads,), "fp32"),)
         return planes
@@ -255,10 +259,10 @@ def _unknown(name: str) -> ValueError:
 def parse_format(text: str | Format) -> Format:
     """The format that ``text`` names: ``name[/granularity][/scale dtype]``.
 
-    ``name`` is a key of ``FORMATS`` or ``ALIASES`` (letter case is ignored); the granularity is ``none``,
-    ``row``, ``head``, ``b16`` or ``b32``; the scale dtype is fp32, fp16, e4m3 (blocks only) or e8m0.
-    Examples: ``fp8``, ``e4m3/b32``, ``int8/row/fp16``, ``P4+8/row``. Raises ValueError, naming the value
-    and what is known.
+    ``name`` is a key of ``FORMATS`` or ``ALIASES`` (letter case is ignored); the granularity is
+    ``none``, ``row``, ``head``, ``b16`` or ``b32``; the scale dtype is fp32, fp16, e4m3 (blocks
+    only) or e8m0. Examples: ``fp8``, ``e4m3/b32``, ``int8/row/fp16``, ``P4+8/row``. Raises
+    ValueError, naming the value and what is known.
     """
     if isinstance(text, Format):
         return text
