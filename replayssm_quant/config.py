@@ -97,7 +97,7 @@ class StateConfig:
 
     @property
     def label(self) -> str:
-        """Short name for tables, for example ``e4m3 SR | nvfp4``."""
+        """Short name for tables, for example ``e4m3 SR + nvfp4``."""
         name = self.update.name + (" SR" if self.uses_random_bits else "")
         if self.update.rounds and not self.uses_random_bits:
             name += " RN"
@@ -106,7 +106,7 @@ class StateConfig:
         if self.is_shared:
             name += " shared"
         elif self.output is not None:
-            name += f" | {self.output.name}"
+            name += f" + {self.output.name}"
         return name if self.buffer_len == 16 else f"{name} L{self.buffer_len}"
 
     @classmethod
