@@ -1,5 +1,8 @@
 """Split-precision recurrent state: decode reads a low-bit copy, updates go to a checkpoint."""
 
+from .config import StateConfig
+from .formats import parse_format
+
 __version__ = "0.1.0"
 
-__all__ = ["__version__"]
+__all__ = ["StateConfig", "__version__", "parse_format"]
