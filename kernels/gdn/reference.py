@@ -74,6 +74,30 @@ def recurrent_step(
     return (state @ q[..., None])[..., 0], state
 
 
+def check_inputs(
+    views: StateViews,
+    rows: StepRows,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+) -> None:
+    """Raise ValueError unless the shapes of a step fit each other and the layer's views."""
+    if views.ring_k is None or views.ring_v is None or views.ring_g is None:
+        raise ValueError("these views belong to a Mamba-2 layer; use mamba2_decode")
+    b = rows.slots.shape[0]
+    keys, n = views.ring_k.shape[2:]
+    heads, width = views.ring_v.shape[2:]
+    wanted = {"q": (b, keys, n), "k": (b, keys, n), "v": (b, heads, width), "beta": (b, heads)}
+    for (name, shape), t in zip(wanted.items(), (q, k, v, beta), strict=True):
+        if tuple(t.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(t.shape)}; rows and layer need {shape}")
+    gate = (b, heads, views.ring_g.shape[3])
+    if tuple(g.shape) != gate and not (g.ndim == 2 and (*g.shape, 1) == gate):
+        raise ValueError(f"g has shape {tuple(g.shape)}; rows and layer need {gate}")
+
+
 def _ring(views: StateViews) -> tuple[torch.Tensor, ...]:
     ring = (views.ring_k, views.ring_v, views.ring_g, views.ring_beta, views.ring_rk)
     assert all(t is not None for t in ring)
@@ -130,8 +154,10 @@ def decode_step(
     Shapes: q and k [b, HK, K] raw (normalised here if l2norm), v [b, HV, V], g [b, HV] or
     [b, HV, 1 or K] log decay and beta [b, HV] (``gates``), scale K^-1/2 unless given. ``compute``
     float64 gives the exact step over the same stored bytes. Returns y [b, HV, V] in v's dtype;
-    padding rows are zero. Cursors are the caller's to advance.
+    padding rows are zero. Cursors are the caller's to advance. Raises ValueError for shapes that do
+    not fit.
     """
+    check_inputs(views, rows, q, k, v, g, beta)
     out = torch.zeros_like(v)
     live = rows.live
     if live.numel() == 0:

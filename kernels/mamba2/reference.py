@@ -69,6 +69,28 @@ def _window(
     return out[0], out[1], out[2]
 
 
+def check_inputs(
+    views: StateViews,
+    rows: StepRows,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+) -> None:
+    """Raise ValueError unless the shapes of a step fit each other and the layer's views."""
+    if views.ring_x is None or views.ring_B is None:
+        raise ValueError("these views belong to a Gated DeltaNet layer; use gdn_decode")
+    b = rows.slots.shape[0]
+    heads, rows_ = views.ring_x.shape[2:]
+    groups, n = views.ring_B.shape[2:]
+    wanted = {"x": (b, heads, rows_), "dt": (b, heads), "B": (b, groups, n), "C": (b, groups, n)}
+    wanted["A"] = (heads,)
+    for (name, shape), t in zip(wanted.items(), (x, dt, B, C, A), strict=True):
+        if tuple(t.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(t.shape)}; rows and layer need {shape}")
+
+
 def _append(
     views: StateViews, rows: StepRows, x: torch.Tensor, dt: torch.Tensor, B: torch.Tensor
 ) -> None:
@@ -79,18 +101,27 @@ def _append(
     views.ring_B[at] = B.to(views.ring_B.dtype)
 
 
+def _decays(log_decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(decay of the whole window [b, H], decay after each token [b, L, H]) of dt A [b, L, H].
+
+    Sums run from the newest token back, so a token's own factor never passes through a difference
+    of large sums, and no exponent is ever positive.
+    """
+    since = log_decay.flip(1).cumsum(1).flip(1)  # of the token and all that follow it
+    after = torch.cat((since[:, 1:], torch.zeros_like(since[:, :1])), 1)
+    return torch.exp(since[:, 0]), torch.exp(after)
+
+
 def _fold(
     state: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor
 ) -> torch.Tensor:
     """Checkpoint and window -> state after the window, all in one precision."""
-    log_decay = dt * A  # [b, L, H]
-    total = log_decay.sum(1)
-    after = total[:, None] - log_decay.cumsum(1)  # differences of sums, never a positive exponent
-    weight = torch.exp(after) * dt
+    total, after = _decays(dt * A)
+    weight = after * dt
     per_group = x.shape[2] // B.shape[2]
     wx = (weight[..., None] * x).unflatten(2, (-1, per_group))
     update = torch.einsum("blgkp,blgn->bgkpn", wx, B).flatten(1, 2)
-    return torch.exp(total)[..., None, None] * state + update
+    return total[..., None, None] * state + update
 
 
 def decode_step(
@@ -116,8 +147,10 @@ def decode_step(
     Shapes: x [b, H, P], dt [b, H] raw (bias and softplus are applied here), A [H] negative, B and
     C [b, G, N], D [H] or [H, P] or None, z [b, H, P] or None, dt_bias [H] or None. ``compute``
     float64 gives the exact step over the same stored bytes. Returns y [b, H, P] in x's dtype;
-    padding rows are zero. Cursors are the caller's to advance.
+    padding rows are zero. Cursors are the caller's to advance. Raises ValueError for shapes that do
+    not fit.
     """
+    check_inputs(views, rows, x, dt, A, B, C)
     out = torch.zeros_like(x)
     live = rows.live
     if live.numel() == 0:
@@ -154,11 +187,10 @@ def decode_step(
     if n.numel():
         rn = r.take(n)
         copy = read_copy(views, config, rn.slots).to(compute)
-        log_decay = wdt[n] * A
-        total = log_decay.sum(1)
+        total, after = _decays(wdt[n] * A)
         dots = torch.einsum("blgn,bgn->blg", wB[n], C_in[n]).repeat_interleave(per_group, 2)
-        w = torch.exp(total[:, None] - log_decay.cumsum(1)) * wdt[n] * dots
-        c = C_in[n].repeat_interleave(per_group, 1) * torch.exp(total)[..., None]
+        w = after * wdt[n] * dots
+        c = C_in[n].repeat_interleave(per_group, 1) * total[..., None]
         y[n] = (copy @ c[..., None])[..., 0] + torch.einsum("blh,blhp->bhp", w, wx[n])
         _append(views, rn, x_in[n], step[n], B_in[n])
     if D is not None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 ALIGN = 128
+CURSOR_BYTES = 20
+"""Of one request, for all layers together: valid, offset and position int32, key int64."""
 
 
 @dataclass
@@ -112,17 +114,32 @@ class StateLayout:
         """Bytes of one slot, padded to the alignment."""
         return -(-self._end // ALIGN) * ALIGN
 
-    def _sum(self, prefix: str) -> int:
-        return sum(f.nbytes for f in self.fields.values() if f.name.startswith(prefix))
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """What two layouts must share for a page of one to mean the same in the other."""
+        c = self.config
+        fields_ = tuple((f.name, f.shape, f.storage, f.offset) for f in self.fields.values())
+        formats = (c.update.name, None if c.output is None else c.output.name, c.rotate)
+        return (self.geometry, formats, fields_)
+
+    def _sum(self, prefix: str, suffix: str = "") -> int:
+        named = (f for f in self.fields.values() if f.name.startswith(prefix))
+        return sum(f.nbytes for f in named if f.name.endswith(suffix))
 
     @property
     def checkpoint_bytes(self) -> int:
+        """Bytes of the checkpoint with its scales; of a planar format both planes."""
         return self._sum("ckpt")
 
     @property
     def copy_bytes(self) -> int:
         """Bytes stored for the output copy alone; 0 if it is the checkpoint or its high plane."""
         return self._sum("copy")
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of every scale, of the checkpoint and of the copy."""
+        return self._sum("ckpt", "scale") + self._sum("copy", "scale")
 
     @property
     def ring_bytes(self) -> int:
