@@ -145,11 +145,12 @@ def test_poison_stays_within_its_slot_and_head(name: str, poison: float, draws: 
         assert float(out[1, 2, 4, 37]) == (top if poison > 0 else -top)
 
 
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("name", ["int8", "e4m3", "nvfp4", "P4+8", "P8+4", "mxfp4"])
-def test_a_poisoned_group_stores_zero_codes_and_a_nan_scale(name: str) -> None:
+def test_a_poisoned_group_stores_zero_codes_and_a_nan_scale(name: str, poison: float) -> None:
     fmt = parse_format(name)
     state = draw(1, 8, 64)
-    state[0, 3, 7] = torch.nan
+    state[0, 3, 7] = poison
     enc = encode(state, fmt)
     width = fmt.scale.block or 64
     clean = torch.zeros(1, 8, 64)
