@@ -107,14 +107,18 @@ def _ring(views: StateViews) -> tuple[torch.Tensor, ...]:
 def _window(
     views: StateViews, rows: StepRows, now: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, ...]:
-    """k, v, g, beta, rk of the ring followed by this token, [b, L, ...], zero elsewhere."""
-    length = _ring(views)[0].shape[1]
+    """k, v, g, beta, rk of the ring followed by this token, zero elsewhere.
+
+    Shapes [b, T, ...], T the longest window of these rows. Rows of zeros are exact no-ops below, so
+    a row's result does not depend on T, hence not on its neighbours.
+    """
+    length = int(rows.valid.max()) + 1
     index = torch.arange(length, device=rows.slots.device)
     old, new = index < rows.valid[:, None], index == rows.valid[:, None]
     out = []
     for ring, t in zip(_ring(views), now, strict=True):
         shape = (*old.shape, *(1,) * (t.ndim - 1))
-        kept = torch.where(old.view(shape), ring[rows.slots].to(t.dtype), 0)
+        kept = torch.where(old.view(shape), ring[rows.slots, :length].to(t.dtype), 0)
         out.append(torch.where(new.view(shape), t[:, None], kept))
     return tuple(out)
 
@@ -130,7 +134,7 @@ def _fold(state: torch.Tensor, k: torch.Tensor, window: tuple[torch.Tensor, ...]
     _, v, g, beta, _ = window
     for j in range(k.shape[1]):  # a zero row (beta 0, g 0) leaves the state as it is
         _, state = recurrent_step(state, k[:, j], k[:, j], v[:, j], g[:, j], beta[:, j])
-    return state
+    return state + 0.0  # turns -0 into 0, as a row of zeros would
 
 
 def decode_step(
