@@ -81,7 +81,7 @@ class LayerRule(_Strict):
     """
 
     select: str
-    set: LayerSettings
+    change: LayerSettings = Field(alias="set")
 
     @field_validator("select")
     @classmethod
@@ -197,7 +197,7 @@ def _known_keys(model: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
         "rows": Bounds,
         "n": Bounds,
     }
-    current: type[BaseModel] = model
+    current: Any = model
     previous: Any = None
     for key in path[:-1]:
         if isinstance(key, str) and key in nested:
@@ -365,7 +365,7 @@ class ResolvedRecipe:
             settings = {k: v for k, v in self.settings.items() if k != "layers"}
             for rule in rules:
                 if index in rule.layers(geometry.layers):
-                    settings = _merge_settings(settings, rule.set.model_dump(exclude_none=True))
+                    settings = _merge_settings(settings, rule.change.model_dump(exclude_none=True))
             config = self._config(settings, seed)
             try:
                 config.update.check(layer.rows, layer.n)
@@ -394,8 +394,8 @@ def _load(name: str, base: Path | None = None) -> Recipe:
 
 def _flatten(recipe: Recipe, seen: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
     """(settings, variants) of a recipe with its parents merged in."""
-    settings = recipe.settings.model_dump(exclude_none=True, mode="json")
-    variants = {k: v.model_dump(exclude_none=True, mode="json") for k, v in recipe.variants.items()}
+    settings = recipe.settings.model_dump(exclude_none=True, mode="json", by_alias=True)
+    variants = {k: v.model_dump(exclude_none=True, mode="json", by_alias=True) for k, v in recipe.variants.items()}
     if recipe.extends is None:
         return settings, variants
     if recipe.extends in (*seen, recipe.name):
