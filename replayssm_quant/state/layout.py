@@ -139,7 +139,11 @@ class StateLayout:
     @property
     def scale_bytes(self) -> int:
         """Bytes of every scale, of the checkpoint and of the copy."""
-        return self._sum("ckpt", "scale") + self._sum("copy", "scale")
+        return self._sum("ckpt", "scale") + self.copy_scale_bytes
+
+    @property
+    def copy_scale_bytes(self) -> int:
+        return self._sum("copy", "scale")
 
     @property
     def ring_bytes(self) -> int:
@@ -151,18 +155,27 @@ class StateLayout:
         return self.ring_bytes / self.config.buffer_len
 
     @property
-    def bytes_per_step(self) -> float:
-        """State and ring bytes that one decode step moves, averaged over a window of L.
+    def state_bytes_per_step(self) -> float:
+        """Bytes of checkpoint and copy that a token moves, averaged over a window of L.
 
-        Readout on L - 1 steps; at a flush the checkpoint in and out and the copy out. Non-flush
-        step i reads the i ring rows and writes one; the flush reads the L - 1 rows.
+        The readout on L - 1 steps; at the flush the checkpoint in and out, and the copy out.
         """
         g, c, length = self.geometry, self.config, self.config.buffer_len
-        shape = (g.heads, g.rows, g.n)
-        readout = c.readout.readout_bytes(*shape)
-        ring = (sum(range(length)) + length - 1) * self.ring_row_bytes
+        readout = c.readout.readout_bytes(g.heads, g.rows, g.n)
         flush = 2 * self.checkpoint_bytes + self.copy_bytes
-        return ((length - 1) * readout + flush + ring) / length
+        return ((length - 1) * readout + flush) / length
+
+    @property
+    def ring_bytes_per_step(self) -> float:
+        """Ring bytes that a token moves: step i of a window reads i rows, all but the last write
+        one."""
+        length = self.config.buffer_len
+        return (sum(range(length)) + length - 1) * self.ring_row_bytes / length
+
+    @property
+    def bytes_per_step(self) -> float:
+        """State and ring bytes that one token moves, averaged over a window of L."""
+        return self.state_bytes_per_step + self.ring_bytes_per_step
 
     def views(self, pages: torch.Tensor) -> StateViews:
         """Typed views over uint8 pages [slots, stride >= page_bytes], stride a multiple of 4."""
