@@ -1,0 +1,1 @@
+"""Inference engines whose recurrent layers run on a split state: transformers (``hf``)."""
