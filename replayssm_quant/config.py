@@ -43,8 +43,15 @@ class StateConfig:
     stagger: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.buffer_len, bool) or not isinstance(self.buffer_len, int):
-            raise TypeError(f"buffer_len {self.buffer_len!r} is not an integer; use 1 to 64")
+        use = {"buffer_len": "1 to 64", "random_bits": "8 or 16", "philox_rounds": "7 or 10"}
+        for name in ("buffer_len", "random_bits", "philox_rounds", "seed"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                hint = use.get(name, "any whole number")
+                raise TypeError(f"{name} {value!r} is not an integer; use {hint}")
+        for name in ("rotate", "stagger"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} {getattr(self, name)!r} is neither True nor False")
         if not 1 <= self.buffer_len <= MAX_BUFFER_LEN:
             raise ValueError(
                 f"buffer_len {self.buffer_len} is out of range; use 1 (flush at every step) to "
@@ -157,7 +164,7 @@ class StateConfig:
             update,
             output,
             buffer_len,
-            rounding.lower(),  # type: ignore[arg-type]
+            rounding.lower() if isinstance(rounding, str) else rounding,  # type: ignore[arg-type]
             rotate,
             random_bits,
             philox_rounds,
