@@ -220,10 +220,8 @@ def test_one_source_may_fill_many_slots():
 def test_fuzzed_indices_never_write_elsewhere(slots):
     p = started(debug=True)
     untouched = [s for s in range(4) if s not in slots]
-    before = [
-        p.position[untouched].clone(),
-        *(page[untouched].clone() for page in p.pages.values()),
-    ]
+    tensors = (p.position, *p.pages.values())
+    before = [t[untouched].clone() for t in tensors]
     legal = all(-1 <= s < 4 for s in slots)
     live = [s for s in slots if s != PAD_SLOT]
     legal = legal and len(set(live)) == len(live)
