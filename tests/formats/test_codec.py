@@ -46,7 +46,7 @@ def widen(scale: torch.Tensor, fmt: Format, like: torch.Tensor) -> torch.Tensor:
 
 def fp32_scale(enc: Encoded, fmt: Format, like: torch.Tensor) -> torch.Tensor:
     assert enc.scale is not None
-    return widen(decode_scale(enc.scale, enc.head_scale, fmt), fmt, like)
+    return widen(decode_scale(enc.scale, enc.tile_scale, fmt), fmt, like)
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 64), (2, 5, 96), (1, 4, 128)])
@@ -55,7 +55,7 @@ def test_the_stored_planes_are_those_of_the_table(name: str, shape: tuple[int, .
     fmt = parse_format(name)
     enc = encode(draw(2, *shape), fmt)
     planes = {p.name: p for p in fmt.planes(*shape)}
-    for field in ("codes", "low", "scale", "head_scale"):
+    for field in ("codes", "low", "scale", "tile_scale"):
         tensor = getattr(enc, field)
         if field not in planes:
             assert tensor is None
@@ -134,7 +134,7 @@ def test_the_largest_block_of_a_head_has_the_scale_448(name: str) -> None:
     state = draw(5, 16, 128, seed=4) * torch.exp2(torch.arange(5.0) * 7 - 14).view(5, 1, 1)
     enc = encode(state, fmt)
     amax = state.abs().amax((-1, -2))
-    assert torch.equal(enc.head_scale, amax / (fmt.max_code * 448))
+    assert torch.equal(enc.tile_scale, amax[:, None] / (fmt.max_code * 448))
     assert torch.equal(enc.scale.flatten(1).int().amax(1), torch.full((5,), 0x7E).int())
 
 
@@ -143,12 +143,12 @@ def test_a_rounded_up_block_scale_covers_its_block_and_is_the_smallest_that_does
     state = draw(8, 32, 128, seed=2)
     enc = encode(state, fmt)
     raw = state.abs().unflatten(-1, (-1, 16)).amax(-1) / fmt.max_code
-    scale = decode_scale(enc.scale, enc.head_scale, fmt)
+    scale = decode_scale(enc.scale, enc.tile_scale, fmt)
     assert bool((scale >= raw * (1 - 2**-22)).all())
-    below = decode_scale(enc.scale - 1, enc.head_scale, fmt)
+    below = decode_scale(enc.scale - 1, enc.tile_scale, fmt)
     assert bool((below < raw).all())
     nearest = encode(state, parse_format("int4"))  # rounds to nearest: some are too small
-    small = decode_scale(nearest.scale, nearest.head_scale, parse_format("int4"))
+    small = decode_scale(nearest.scale, nearest.tile_scale, parse_format("int4"))
     assert float((small < raw * fmt.max_code / 7 * (1 - 2**-20)).float().mean()) > 0.3
 
 
@@ -231,10 +231,10 @@ def test_the_copy_depends_on_the_high_plane_alone(name: str) -> None:
     fmt = parse_format(name)
     enc = encode(draw(2, 16, 64), fmt)
     copy = decode(enc, fmt, high_only=True)
-    noise = Encoded(enc.codes, torch.zeros_like(enc.low), enc.scale, enc.head_scale)
+    noise = Encoded(enc.codes, torch.zeros_like(enc.low), enc.scale, enc.tile_scale)
     assert torch.equal(decode(noise, fmt, high_only=True), copy)
     assert not torch.equal(decode(noise, fmt), decode(enc, fmt))
-    gone = Encoded(enc.codes, None, enc.scale, enc.head_scale)
+    gone = Encoded(enc.codes, None, enc.scale, enc.tile_scale)
     assert torch.equal(decode(gone, fmt, high_only=True), copy)
 
 

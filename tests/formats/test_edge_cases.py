@@ -122,7 +122,7 @@ def test_poison_stays_within_its_slot_and_head(name: str, poison: float, draws: 
     state[1, 2, 4, 37] = poison
     rand = constant(draws, state)
     good, bad = encode(clean, fmt, rand), encode(state, fmt, rand)
-    for field in ("codes", "low", "scale", "head_scale"):
+    for field in ("codes", "low", "scale", "tile_scale"):
         a, b = getattr(good, field), getattr(bad, field)
         if a is None:
             continue
@@ -161,8 +161,8 @@ def test_a_poisoned_group_stores_zero_codes_and_a_nan_scale(name: str, poison: f
             assert torch.equal(codes, zero)
     else:
         assert torch.equal(enc.codes[0, 3], zeros.codes[0, 3])
-    if fmt.scale.has_head_scale:
-        assert enc.head_scale.isnan().all()
+    if fmt.scale.has_tile_scale:
+        assert enc.tile_scale.isnan().all()
         assert torch.equal(enc.codes, zeros.codes)
     elif fmt.scale.dtype == "e8m0":
         assert int(enc.scale[0, 3, 0]) == 255

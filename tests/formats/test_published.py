@@ -42,7 +42,7 @@ def test_nvfp4_is_torchaos(kind: str) -> None:
     for h in range(len(x)):
         head = per_tensor_amax_to_scale(x[h].abs().max())
         scale, codes = nvfp4_quantize(x[h].contiguous(), 16, head)
-        assert float(enc.head_scale[h]) == float(head)
+        assert float(enc.tile_scale[h]) == float(head)
         assert torch.equal(enc.scale[h], scale.view(torch.uint8))
         assert torch.equal(unpack_nibbles(enc.codes)[h], unpack_uint4(codes).view(64, 128).int())
 
