@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from .packing import pack_nibbles, unpack_nibbles
-from .spec import ELEMENTS, MIN_SCALE, Element, Format
+from .spec import ELEMENTS, MIN_SCALE, TILE_ROWS, Element, Format
 
 E4M3 = ELEMENTS["e4m3"]
 _TORCH_FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -29,13 +29,14 @@ class Encoded:
 
     codes [..., H, R, N] (fp32, fp16, bf16, uint8) or [..., H, R, N / 8] int32 words of eight 4-bit
     codes; low the low plane of a planar format, stored alike; scale fp32, fp16 or uint8 bits, [...,
-    H, R], [..., H, R, N / block] or [..., H]; head_scale fp32 [..., H].
+    H, R], [..., H, R, N / block] or [..., H]; tile_scale fp32 [...,
+    H, ceil(R / 16)], one for each 16 rows of a head.
     """
 
     codes: torch.Tensor
     low: torch.Tensor | None = None
     scale: torch.Tensor | None = None
-    head_scale: torch.Tensor | None = None
+    tile_scale: torch.Tensor | None = None
 
 
 # --- elements -------------------------------------------------------------------------------------
@@ -128,7 +129,7 @@ def _floored(s: torch.Tensor) -> torch.Tensor:
 def _encode_scale(
     amax: torch.Tensor, fmt: Format
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(stored scale, head scale or None, fp32 scale) of the groups' largest magnitudes."""
+    """(stored scale, tile scale or None, fp32 scale) of the groups' largest magnitudes."""
     spec = fmt.scale
     raw = amax / fmt.max_code
     if spec.dtype == "fp32":
@@ -147,14 +148,24 @@ def _encode_scale(
         code = torch.where(raw.isfinite(), exp.clamp(27, 254), 255)
         s = decode_scale(code.to(torch.uint8), None, fmt)
         return code.to(torch.uint8), None, s
-    head = _floored(amax.amax((-1, -2)) / (fmt.max_code * 448.0))  # so the largest block has 448
-    ratio = torch.where(head[..., None, None] > 0, raw / head[..., None, None], 0.0)
-    ratio = torch.where(head.isnan()[..., None, None], 0.0, ratio)
+    rows = amax.shape[-2]
+    tiles = -(-rows // TILE_ROWS)
+    largest = torch.nn.functional.pad(amax.amax(-1), (0, tiles * TILE_ROWS - rows))
+    largest = largest.unflatten(-1, (tiles, TILE_ROWS)).amax(-1)
+    tile = _floored(largest / (fmt.max_code * 448.0))  # so the largest block of a tile has 448
+    wide = _tile_rows(tile, rows)
+    ratio = torch.where(wide > 0, raw / wide, 0.0)
+    ratio = torch.where(wide.isnan(), 0.0, ratio)
     code = float_codes(ratio, E4M3, up=spec.round_up).to(torch.uint8)
-    return code, head, decode_scale(code, head, fmt)
+    return code, tile, decode_scale(code, tile, fmt)
 
 
-def decode_scale(scale: torch.Tensor, head_scale: torch.Tensor | None, fmt: Format) -> torch.Tensor:
+def _tile_rows(tile: torch.Tensor, rows: int) -> torch.Tensor:
+    """Tile scales [..., H, tiles] -> [..., H, rows, 1]."""
+    return tile.repeat_interleave(TILE_ROWS, -1)[..., :rows, None]
+
+
+def decode_scale(scale: torch.Tensor, tile_scale: torch.Tensor | None, fmt: Format) -> torch.Tensor:
     """Stored scales -> fp32 scales of the same shape."""
     dtype = fmt.scale.dtype
     if dtype == "e8m0":
@@ -162,8 +173,8 @@ def decode_scale(scale: torch.Tensor, head_scale: torch.Tensor | None, fmt: Form
         value = torch.where(code > 0, code << 23, 1 << 22).view(torch.float32)
         return torch.where(code == 255, float("nan"), value)
     if dtype == "e4m3":
-        assert head_scale is not None
-        return float_values(scale, E4M3) * head_scale[..., None, None]
+        assert tile_scale is not None
+        return float_values(scale, E4M3) * _tile_rows(tile_scale, scale.shape[-2])
     return scale.to(torch.float32)
 
 
@@ -264,7 +275,7 @@ def decode(enc: Encoded, fmt: Format, *, high_only: bool = False) -> torch.Tenso
     if not fmt.is_scaled:
         return value
     assert enc.scale is not None
-    s = decode_scale(enc.scale, enc.head_scale, fmt)
+    s = decode_scale(enc.scale, enc.tile_scale, fmt)
     return value * _expand(s, fmt, value.shape[-1])
 
 

@@ -3,8 +3,9 @@ here.
 
 Elements follow the OCP Microscaling specification 1.0 (e2m1, e2m3, e3m2, e4m3, e5m2, e8m0) and IEEE
 754 (fp32, fp16); NVFP4 is e2m1 with one e4m3 scale per 16 elements under one fp32 scale (here: one
-per head). The planar integers ``P{h}+{l}`` hold one scaled integer in two bit planes: the high
-plane alone is the output copy, both planes are the update checkpoint.
+per tile of 16 rows of a head, so that a kernel can encode a tile in one pass). The planar integers
+``P{h}+{l}`` hold one scaled integer in two bit planes: the high plane alone is the output copy,
+both planes are the update checkpoint.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ Granularity = Literal["none", "row", "block", "head"]
 ScaleDtype = Literal["fp32", "fp16", "e4m3", "e8m0"]
 
 STORAGE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "u8": 1, "i32": 4}
+TILE_ROWS = 16
+"""Rows of a head under one fp32 scale where block scales are e4m3."""
+
 MIN_SCALE = 2.0**-100
 """Smallest non-zero scale: keeps ``1 / scale`` finite in fp32 for vanishing rows."""
 
@@ -72,8 +76,8 @@ class ScaleSpec:
 
     ``row`` is one (head, row), ``block`` is ``block`` consecutive elements of a row along d_state
     (K for GDN), ``head`` is a whole [rows, d_state] matrix. An e4m3 block scale sits under one fp32
-    scale a head. ``round_up`` rounds an e4m3 scale up, so that the block's largest value never
-    exceeds the top code.
+    scale for each ``TILE_ROWS`` rows of a head (``tile_scale``). ``round_up`` rounds an e4m3 scale
+    up, so that the block's largest value never exceeds the top code.
     """
 
     granularity: Granularity = "none"
@@ -82,7 +86,7 @@ class ScaleSpec:
     round_up: bool = False
 
     @property
-    def has_head_scale(self) -> bool:
+    def has_tile_scale(self) -> bool:
         return self.granularity == "block" and self.dtype == "e4m3"
 
 
@@ -155,8 +159,8 @@ class Format:
         if shape is None:
             return ()
         planes: tuple[Plane, ...] = (Plane("scale", shape, storage),)
-        if self.scale.has_head_scale:
-            planes += (Plane("head_scale", (heads,), "fp32"),)
+        if self.scale.has_tile_scale:
+            planes += (Plane("tile_scale", (heads, -(-rows // TILE_ROWS)), "fp32"),)
         return planes
 
     def code_plane(self, heads: int, rows: int, n: int) -> Plane:
@@ -188,7 +192,7 @@ class Format:
         return sum(p.nbytes for p in self.planes(heads, rows, n))
 
     def bytes_per_element(self, rows: int = 64, n: int = 128) -> float:
-        """Stored bytes an element, scales included (a head scale counts 4 / (rows * n))."""
+        """Stored bytes an element, scales included (head and tile scales counted in)."""
         return self.nbytes(1, rows, n) / (rows * n)
 
     def readout_bytes(self, heads: int, rows: int, n: int) -> int:
