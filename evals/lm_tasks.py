@@ -1,0 +1,335 @@
+"""lm-evaluation-harness tasks in our runner: names, local data files, one unit of a task.
+
+Tasks are found by reading the YAML files of the installed lm-eval, without loading any of them.
+Data come from ``--data-dir``: ``TASK/SPLIT.parquet`` (or .jsonl, .json; ``SPLIT-*.parquet`` for
+shards), or ``TASK.parquet`` for a task that needs one split. Nothing is downloaded unless asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import importlib.util
+import io
+import json
+import logging
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from .arms import Arm
+from .probes import digest_of, short_hash
+from .schema import UnitRecord
+from .store import Unit
+from .suite import SuiteError
+
+if TYPE_CHECKING:
+    from ..models import LoadedModel
+    from .measure import Options
+
+SUFFIXES = (".parquet", ".jsonl", ".json")
+PREFERRED_FILTERS = ("flexible-extract", "strict-match")
+SHARE_METRICS = ("exact_match", "acc", "acc_norm", "f1", "em")
+EXTRA = "lm-eval tasks need the eval extra: pip install 'replayssm-quant[eval]'"
+_TASK = re.compile(r"^task:[ \t]*([^\s#\[{][^\n#]*?)[ \t]*(?:#.*)?$", re.MULTILINE)
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads ``!function module.name`` as text: nothing is imported."""
+
+
+_Loader.add_constructor("!function", lambda loader, node: loader.construct_scalar(node))
+
+
+@functools.lru_cache(maxsize=1)
+def task_files() -> dict[str, Path] | None:
+    """YAML file of each single task of the installed lm-eval; None if it is not installed."""
+    spec = importlib.util.find_spec("lm_eval")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    found: dict[str, Path] = {}
+    for path in sorted((Path(spec.submodule_search_locations[0]) / "tasks").rglob("*.yaml")):
+        match = _TASK.search(path.read_text(encoding="utf-8", errors="replace"))
+        if match:
+            found.setdefault(match[1].strip("'\""), path)
+    return found
+
+
+def task_names() -> list[str] | None:
+    """Names of lm-eval's tasks; None if it is not installed."""
+    files = task_files()
+    return None if files is None else sorted(files)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A task's settings with its ``include`` files merged in; functions stay text."""
+    data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader) or {}  # noqa: S506 (safe)
+    parents = data.pop("include", [])
+    merged: dict[str, Any] = {}
+    for name in [parents] if isinstance(parents, str) else parents:
+        merged |= read_config((path.parent / name).resolve())
+    return merged | data
+
+
+@dataclass(frozen=True)
+class TaskInfo:
+    """What the runner must know of an lm-eval task before it is loaded."""
+
+    name: str
+    file: Path
+    data: str | None
+    output_type: str
+    evaluated: str
+    fewshot: str | None
+    metric: str
+    filter: str | None
+
+
+def _info(name: str) -> TaskInfo:
+    files = task_files()
+    if files is None:
+        raise SuiteError(f"task '{name}': {EXTRA}")
+    if name not in files:
+        near = difflib.get_close_matches(name, list(files), 1)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        raise SuiteError(f"unknown lm-eval task '{name}': {hint}`lm-eval ls tasks` lists them")
+    config = read_config(files[name])
+    output = str(config.get("output_type", "generate_until"))
+    metrics = [m["metric"] for m in config.get("metric_list", []) if isinstance(m, dict)]
+    metric = next((m for m in SHARE_METRICS if m in metrics), None)
+    if not metrics and output == "multiple_choice":
+        metric = "acc"
+    if metric is None:
+        listed = ", ".join(map(str, metrics)) or "metrics of its own"
+        raise SuiteError(
+            f"task '{name}' reports {listed}, none of which is a share per question "
+            f"({', '.join(SHARE_METRICS)}); for likelihoods use the local task text"
+        )
+    filters = [f["name"] for f in config.get("filter_list", []) or []]
+    chosen = next((f for f in PREFERRED_FILTERS if f in filters), filters[0] if filters else "none")
+    split = config.get("test_split") or config.get("validation_split")
+    if split is None:
+        raise SuiteError(f"task '{name}' has no split to evaluate; choose another task")
+    shots = int(config.get("num_fewshot") or 0)
+    samples = (config.get("fewshot_config") or {}).get("samples")
+    fewshot = None
+    if shots and samples is None:
+        fewshot = config.get("fewshot_split") or config.get("training_split") or split
+    if config.get("unsafe_code"):
+        raise SuiteError(f"task '{name}' runs code that the model writes; it is not supported here")
+    data = config.get("dataset_path")
+    return TaskInfo(name, files[name], data, output, split, fewshot, metric, chosen)
+
+
+@functools.lru_cache(maxsize=64)
+def task_info(name: str) -> TaskInfo:
+    """Data set, splits, metric and filter of a task. Raises SuiteError with the remedy."""
+    return _info(name)
+
+
+def find_data(info: TaskInfo, folder: Path) -> dict[str, list[str]]:
+    """Local files of each split that the task needs. Raises SuiteError naming what is missing."""
+    needed = list(dict.fromkeys(s for s in (info.evaluated, info.fewshot) if s))
+    out: dict[str, list[str]] = {}
+    for split in needed:
+        found: list[Path] = []
+        for suffix in SUFFIXES:
+            found = sorted((folder / info.name).glob(f"{split}{suffix}"))
+            found = found or sorted((folder / info.name).glob(f"{split}-*{suffix}"))
+            if not found and len(needed) == 1:
+                found = sorted(folder.glob(f"{info.name}{suffix}"))
+            if found:
+                break
+        if not found:
+            use = "questions" if split == info.evaluated else "examples"
+            raise SuiteError(
+                f"task '{info.name}' takes its {use} from split '{split}' of {info.data}: put it "
+                f"into {folder / info.name / split}.parquet (or .jsonl)"
+            )
+        out[split] = [str(p.resolve()) for p in found]
+    return out
+
+
+def data_digest(name: str, folder: Path | None) -> str:
+    """Digest over the task's local files; empty where its data come from elsewhere."""
+    if folder is None:
+        return ""
+    parts = []
+    for split, files in sorted(find_data(task_info(name), folder).items()):
+        for file in files:
+            parts.append(f"{split}:{short_hash(Path(file).read_bytes())}")
+    return short_hash(*parts)
+
+
+def check_tasks(names: list[str], folder: Path | None, download: bool) -> None:
+    """Refuse tasks whose data are neither local nor allowed to be fetched. Raises SuiteError."""
+    for name in names:
+        info = task_info(name)
+        if folder is not None:
+            find_data(info, folder)
+        elif not download and info.data is not None:
+            raise SuiteError(
+                f"task '{name}' reads {info.data} from the network; give --data-dir with local "
+                "files, or --download-data"
+            )
+
+
+@contextlib.contextmanager
+def _quiet_lm_eval() -> Any:
+    """lm-eval and datasets say nothing below errors, and draw no progress bars."""
+    loggers = [logging.getLogger(n) for n in ("lm_eval", "datasets")]
+    levels = [x.level for x in loggers]
+    for x in loggers:
+        x.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        for x, level in zip(loggers, levels, strict=True):
+            x.setLevel(level)
+
+
+class TaskRunner:
+    """One lm-eval task, loaded once, so that every arm is asked the same questions."""
+
+    def __init__(self, name: str, folder: Path | None, limit: int | None):
+        if folder is not None:
+            # Read when datasets is imported; local files need no network.
+            os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+        from lm_eval.tasks import TaskManager
+
+        self.info, self.limit = task_info(name), limit
+        self.files: dict[str, list[str]] = {}
+        spec: dict[str, Any] = {"task": name}
+        if folder is not None:
+            self.files = find_data(self.info, folder)
+            suffix = Path(next(iter(self.files.values()))[0]).suffix
+            spec |= {
+                "dataset_path": "parquet" if suffix == ".parquet" else "json",
+                "dataset_name": None,
+                "dataset_kwargs": {"data_files": self.files},
+            }
+            # splits that are not needed need not be there
+            config = read_config(self.info.file)
+            for role in ("training_split", "validation_split", "test_split", "fewshot_split"):
+                if config.get(role) is not None and config[role] not in self.files:
+                    spec[role] = None
+        with _quiet_lm_eval(), self._readable():
+            import datasets
+
+            datasets.disable_progress_bars()
+            self.manager = TaskManager(
+                include_path=str(self.info.file.parent), include_defaults=False
+            )
+            # a group around the task inherits its settings; a bare dict would replace them
+            group = {"group": f"local-{name}", "task": [spec]}
+            self.task = self.manager.load([group])["tasks"][name]
+
+    @contextlib.contextmanager
+    def _readable(self) -> Any:
+        """Turn what a file of the wrong shape raises into one line."""
+        try:
+            yield
+        except SuiteError:
+            raise
+        except Exception as error:
+            columns = ""
+            with contextlib.suppress(Exception):
+                first = self.task.dataset[self.info.evaluated].column_names
+                columns = f"; its columns: {', '.join(first)}"
+            files = ", ".join(Path(f).name for fs in self.files.values() for f in fs)
+            where = f"in {files}" if files else f"from {self.info.data}"
+            line = " ".join(str(error).split())[:160]
+            raise SuiteError(
+                f"task '{self.info.name}': the data {where} do not fit the task ({line}){columns}; "
+                f"give files with the columns of {self.info.data}"
+            ) from None
+
+    def measure(self, loaded: LoadedModel, one: Arm, seed: int, options: Options, key: str) -> Unit:
+        """One arm and rounding seed on the task. Raises MeasureError or SuiteError."""
+        from lm_eval import simple_evaluate
+
+        from .lm import ReplayLM
+        from .measure import check_exercised, exercise
+
+        began = time.perf_counter()
+        batch = one.batch_size or options.batch_size
+        with _quiet_lm_eval():
+            lm = ReplayLM(
+                loaded.model,
+                tokenizer=loaded.tokenizer,
+                config=one.seeded(seed),
+                prefill=options.prefill,
+                path=options.path,
+                batch_size=batch,
+            )
+            lm.quiet = True
+            with self._readable() if not lm.scored else contextlib.nullcontext():
+                self.task.build_all_requests(limit=self.limit, rank=0, world_size=1)
+            found = simple_evaluate(
+                model=lm,
+                tasks=[self.task],
+                task_manager=self.manager,
+                limit=self.limit,
+                bootstrap_iters=0,
+                log_samples=True,
+                random_seed=0,
+                numpy_random_seed=0,
+                torch_random_seed=0,
+                fewshot_random_seed=0,
+            )
+        info = self.info
+        rows = [s for s in found["samples"][info.name] if s["filter"] == info.filter]
+        if not rows:
+            filters = sorted({s["filter"] for s in found["samples"][info.name]})
+            raise SuiteError(f"task '{info.name}' gave no answers under '{info.filter}': {filters}")
+        samples = []
+        for row in rows:
+            value = float(row[info.metric])
+            generated = info.output_type == "generate_until"
+            sample = {
+                "doc_id": row["doc_id"],
+                "doc_hash": short_hash(str(row["doc_id"]), row["doc_hash"]),
+                "prompt_hash": short_hash(row["prompt_hash"]),
+                "target_hash": short_hash(row["target_hash"]),
+                "answers": 1,
+                "right": value,
+                "flags": "1" if value >= 0.5 else "0",
+                "target": str(row["target"]),
+            }
+            if generated:
+                sample["output"] = str(row["resps"][0][0])
+                sample["answer"] = json.dumps(row["filtered_resps"][0], default=str)
+            else:
+                sample["loglikelihoods"] = [float(r[0][0]) for r in row["resps"]]
+            samples.append(sample)
+        generates = info.output_type == "generate_until"
+        used = exercise(
+            lm.counts,
+            len(samples),
+            lm.generated if generates else lm.scored,
+            lm.generated if generates else lm.decoded,
+            "decode" if generates else options.path,
+        )
+        check_exercised(one, used, f"{loaded.resolved.name}, {info.name}, {one.label}")
+        record = UnitRecord(
+            key=key,
+            model=loaded.resolved.name,
+            task=info.name,
+            arm=one.name,
+            seed=seed,
+            documents=len(samples),
+            answers=len(samples),
+            prompts=digest_of([s["prompt_hash"] for s in samples]),
+            accuracy=sum(s["right"] for s in samples) / len(samples),
+            tokens_generated=lm.generated,
+            exercise=used,
+            seconds=time.perf_counter() - began,
+        )
+        return Unit(record, samples)

@@ -1,0 +1,553 @@
+"""Runs an evaluation: checks the request, measures its units, compares, writes one result file.
+
+``plan`` refuses anything that cannot work before a model is loaded, and needs no torch. ``run``
+measures each model in its own process where that is safe and of use (several models, CPU), keeps
+every finished unit on disk, and picks up where an interrupted run left off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import multiprocessing as mp
+import os
+import queue
+import re
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ..config import StateConfig
+from ..models import ResolvedModel
+from ..state.geometry import ModelGeometry, read_geometry
+from . import suite as suites
+from .arms import Arm, arm, candidate_arms, parse_arm, recipe_arms, reference_arms, story_arms
+from .arms import unique as unique_arms
+from .compare import compare, overall
+from .environment import versions
+from .probes import DATA_SEED
+from .schema import (
+    SCHEMA,
+    ArmRecord,
+    Comparison,
+    Environment,
+    ModelRecord,
+    ResultError,
+    RunRecord,
+    StateBytes,
+    TaskRecord,
+    write_json,
+)
+from .store import Unit, UnitStore, unit_key
+from .suite import Suite, TaskSpec
+
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+RESULTS = "results.json"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asks for. candidate and recipe None: the comparison of ``arms.STORY``."""
+
+    models: tuple[ResolvedModel, ...]
+    suite: Suite
+    tasks: tuple[TaskSpec, ...]
+    candidate: StateConfig | None = None
+    recipe: str | None = None
+    extra: tuple[StateConfig, ...] = ()
+    seeds: tuple[int, ...] = (0, 1, 2)
+    documents: int | None = None
+    margin: float | None = None
+    batch_size: int = 8
+    prefill: int = 1
+    path: str = "scan"
+    device: str = "auto"
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+    data_dir: Path | None = None
+    download_data: bool = False
+    out: Path | None = None
+    jobs: int | None = None
+    command: tuple[str, ...] = ()
+
+
+@dataclass
+class Plan:
+    """A checked request: arms by model name (None where a hub model must be fetched first)."""
+
+    request: Request
+    tasks: list[TaskRecord]
+    specs: list[TaskSpec]
+    arms: dict[str, list[Arm] | None]
+    documents: list[int]
+
+
+def _task_record(spec: TaskSpec, documents: int, request: Request) -> TaskRecord:
+    local = spec.local
+    margin = spec.accepted
+    if request.margin is not None and not spec.likelihood:
+        margin = request.margin
+    return TaskRecord(
+        name=spec.name,
+        kind=spec.kind,
+        description=local.description if local else "lm-evaluation-harness task",
+        scored="likelihood" if spec.likelihood else "accuracy",
+        settings={
+            **(dict(local.difficulty) if local else {}),
+            **spec.settings,
+            "documents": documents,
+            **({"data_seed": DATA_SEED} if local else {}),
+        },
+        chance=local.chance if local else None,
+        threshold=spec.learned,
+        margin=margin,
+        metric="loss" if spec.likelihood else "accuracy",
+    )
+
+
+def arms_for(request: Request, geometry: ModelGeometry, config: Any, model: str) -> list[Arm]:
+    """The arms of one model, reference and floor first. Raises ValueError where one cannot be."""
+    if request.recipe is not None:
+        chosen = recipe_arms(request.recipe, geometry, config, model)
+    elif request.candidate is not None:
+        chosen = candidate_arms(request.candidate)
+    elif request.suite.arms is not None:
+        chosen = [arm("candidate", parse_arm(t)) for t in request.suite.arms]
+    else:
+        chosen = story_arms()
+    chosen = unique_arms([*chosen, *(arm("candidate", c) for c in request.extra)])
+    for one in chosen:
+        one.check(geometry)
+    return [*reference_arms(request.batch_size), *chosen]
+
+
+def plan(request: Request) -> Plan:
+    """Check everything that can be checked without loading a model. Raises ValueError."""
+    if not DEVICE.fullmatch(request.device):
+        raise ValueError(f"unknown device '{request.device}'; use auto, cpu, cuda or cuda:0")
+    for name, value, low in (
+        ("batch size", request.batch_size, 1),
+        ("prefill", request.prefill, 1),
+        ("jobs", request.jobs if request.jobs is not None else 1, 1),
+        ("limit", request.documents if request.documents is not None else 1, 1),
+    ):
+        if value < low:
+            raise ValueError(f"{name} {value} is too small; use {low} or more")
+    if request.path not in ("scan", "decode"):
+        raise ValueError(f"unknown path '{request.path}'; use scan or decode")
+    if not request.seeds or len(set(request.seeds)) < len(request.seeds):
+        raise ValueError(f"seeds {list(request.seeds)} must be different numbers, at least one")
+    names = [m.name for m in request.models]
+    twice = next((n for n in names if names.count(n) > 1), None)
+    if twice is not None:
+        raise ValueError(f"model '{twice}' is named twice; name each model once")
+    if request.data_dir is not None and not request.data_dir.is_dir():
+        raise ValueError(f"data folder {request.data_dir} does not exist; give a folder")
+    documents, specs = [], []
+    for spec in request.tasks:
+        suites.check(spec)
+        chosen = spec.documents or (request.suite.documents if spec.kind != "lm_eval" else None)
+        if request.documents is not None:
+            chosen = min(chosen, request.documents) if chosen else request.documents
+        documents.append(chosen or 0)
+        specs.append(spec)
+    arms: dict[str, list[Arm] | None] = {}
+    for model in request.models:
+        if model.config is None:
+            arms[model.name] = None
+            continue
+        try:
+            geometry = read_geometry(model.config)
+            arms[model.name] = arms_for(request, geometry, model.config, model.name)
+        except ValueError as error:
+            raise ValueError(f"model {model.name}: {error}") from None
+    if any(s.kind == "lm_eval" for s in specs):
+        from .lm_tasks import check_tasks
+
+        check_tasks(
+            [s.task for s in specs if s.kind == "lm_eval"], request.data_dir, request.download_data
+        )
+    tasks = [_task_record(s, n, request) for s, n in zip(specs, documents, strict=True)]
+    return Plan(request, tasks, specs, arms, documents)
+
+
+@dataclass
+class ModelOutcome:
+    """What a worker hands back beside the units on disk."""
+
+    model: ModelRecord
+    arms: list[Arm]
+    bytes: dict[str, StateBytes]
+    environment: Environment
+    keys: list[tuple[str, str, int, str]] = field(default_factory=list)
+
+
+def _seeds(one: Arm, seeds: Sequence[int]) -> Sequence[int]:
+    return seeds if one.rounds else seeds[:1]
+
+
+def _guard(loaded: Any, docs: Sequence[Any]) -> None:
+    """Refuse a model whose decode path differs from its one-shot logits."""
+    import numpy as np
+    import torch
+
+    from ..backends import hf
+
+    ids = next((d.ids[:2, :48] for d in docs if hasattr(d, "ids")), None)
+    if ids is None:
+        rng = np.random.default_rng(0)
+        ids = rng.integers(0, min(256, loaded.model.config.vocab_size), (2, 48))
+    hf.check_decode(
+        loaded.model, torch.from_numpy(np.ascontiguousarray(ids)).to(loaded.model.device)
+    )
+
+
+def run_model(plan: Plan, index: int, folder: Path, tick: Callable[[int], None]) -> ModelOutcome:
+    """Measure every unit of one model that is not on disk yet. Runs in a worker process."""
+    from .._paths import drop_checkout
+
+    drop_checkout()
+    from ..models import quiet
+
+    with quiet():
+        return _run_model(plan, index, folder, tick)
+
+
+def _run_model(plan: Plan, index: int, folder: Path, tick: Callable[[int], None]) -> ModelOutcome:
+    import torch
+
+    from .. import models
+    from ..backends import hf
+    from . import environment, probes
+    from .measure import Options, measure_prompts, measure_streams
+    from .signals import Reference
+
+    request = plan.request
+    resolved = request.models[index]
+    device = request.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device '{device}': torch sees no CUDA GPU; use --device cpu")
+    loaded = models.load(resolved, device, request.dtype, request.trust_remote_code)
+    model = loaded.model
+    geometry = read_geometry(model.config)
+    hf.recurrent_layers(model)
+    chosen = plan.arms[resolved.name]
+    if chosen is None:
+        chosen = arms_for(request, geometry, model.config, resolved.name)
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    ring = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[dtype]
+    options = Options(request.batch_size, request.prefill, request.path)
+    store = UnitStore(folder)
+    described = environment.describe(device)
+    outcome = ModelOutcome(
+        ModelRecord(
+            name=resolved.name,
+            source=resolved.source,
+            model_type=geometry.model_type,
+            parameters=sum(p.numel() for p in model.parameters()),
+            dtype=dtype,
+            weights=loaded.digest,
+            recurrent_layers=len(geometry.layers),
+            state_elements=sum(g.elements for g in geometry.layers.values()),
+        ),
+        chosen,
+        {a.name: a.bytes(geometry, ring) for a in chosen},
+        described,
+    )
+    local: list[Any] = []
+    for spec, documents in zip(plan.specs, plan.documents, strict=True):
+        if spec.local is None:
+            local.append(None)
+            continue
+        build = probes.prompts if spec.kind == "generate" else probes.streams
+        docs = build(spec.local, documents, spec.settings, loaded.tokenizer)
+        local.append(replace(docs, task=spec.name))
+    _guard(loaded, local)
+    common = {
+        "schema": SCHEMA,
+        "weights": loaded.digest,
+        "dtype": dtype,
+        "hardware": described.hardware,
+        "packages": {k: v for k, v in versions().items() if k in ("torch", "transformers")},
+        "toolkit": described.toolkit,
+    }
+    for spec, record, docs in zip(plan.specs, plan.tasks, local, strict=True):
+        reference = Reference()
+        filled = False
+        runner = None
+        for one in chosen:
+            for seed in _seeds(one, request.seeds):
+                key = unit_key(
+                    {
+                        **common,
+                        "task": record.model_dump(exclude={"margin", "threshold", "description"}),
+                        "arm": one.digest,
+                        "seed": seed,
+                        "batch": one.batch_size or options.batch_size,
+                        "prefill": options.prefill,
+                        "path": options.path,
+                        "data": _data_digest(spec, request),
+                    }
+                )
+                outcome.keys.append((record.name, one.name, seed, key))
+                if store.load(resolved.name, record.name, one.name, seed, key) is not None:
+                    tick(_documents(docs, record))
+                    continue
+                if spec.kind == "stream":
+                    if not filled and one.role != "reference":
+                        measure_streams(
+                            loaded, docs, chosen[0], request.seeds[0], options, reference, ""
+                        )
+                    filled = True
+                    unit = measure_streams(loaded, docs, one, seed, options, reference, key, tick)
+                elif spec.kind == "generate":
+                    unit = measure_prompts(loaded, docs, one, seed, options, key, tick)
+                else:
+                    from .lm_tasks import TaskRunner
+
+                    if runner is None:
+                        runner = TaskRunner(
+                            spec.task, request.data_dir, record.settings["documents"] or None
+                        )
+                    unit = runner.measure(loaded, one, seed, options, key)
+                    tick(unit.record.documents)
+                store.save(unit)
+    return outcome
+
+
+def _documents(docs: Any, record: TaskRecord) -> int:
+    return len(docs) if docs is not None else int(record.settings.get("documents") or 0)
+
+
+def _data_digest(spec: TaskSpec, request: Request) -> str:
+    if spec.kind != "lm_eval" or request.data_dir is None:
+        return ""
+    from .lm_tasks import data_digest
+
+    return data_digest(spec.task, request.data_dir)
+
+
+class _Bar:
+    """tqdm on a terminal, nothing elsewhere."""
+
+    def __init__(self, total: int, quiet: bool):
+        self._bar = None
+        if not quiet and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, unit="doc", leave=False, dynamic_ncols=True)
+
+    def __call__(self, n: int) -> None:
+        if self._bar is not None:
+            self._bar.update(n)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _cpus() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _jobs(request: Request) -> int:
+    """Worker processes: one a model on a CPU, as long as torch has not been loaded here (a process
+    with torch's threads must not be forked)."""
+    wanted = request.jobs if request.jobs is not None else _cpus()
+    if request.device not in ("auto", "cpu") or "torch" in sys.modules:
+        return 1
+    if request.device == "auto" and Path("/dev/nvidiactl").exists():
+        return 1
+    return max(1, min(wanted, len(request.models)))
+
+
+def _worker(plan: Plan, index: int, folder: Path, threads: int, messages: Any) -> None:
+    try:
+        if "OMP_NUM_THREADS" not in os.environ:
+            os.environ["OMP_NUM_THREADS"] = str(threads)
+        outcome = run_model(plan, index, folder, lambda n: messages.put(("tick", n)))
+        messages.put(("done", (index, outcome)))
+    except BaseException as error:  # the parent reports it
+        known = isinstance(error, ValueError)
+        text = str(error) if known else f"{type(error).__name__}: {error}"
+        if not known:
+            import traceback
+
+            traceback.print_exc()
+        messages.put(("error", (known, text)))
+
+
+def _in_processes(plan: Plan, folder: Path, jobs: int, tick: Callable[[int], None]) -> list[Any]:
+    """Outcomes of all models, ``jobs`` at a time. Raises what a worker raised, as ValueError, or
+    RuntimeError where it died."""
+    context = mp.get_context("fork")
+    messages = context.Queue()
+    threads = max(1, _cpus() // jobs)
+    waiting = list(range(len(plan.request.models)))
+    running: dict[int, Any] = {}
+    outcomes: dict[int, Any] = {}
+    total = len(waiting)
+    try:
+        while len(outcomes) < total:
+            while waiting and len(running) < jobs:
+                index = waiting.pop(0)
+                args = (plan, index, folder, threads, messages)
+                running[index] = context.Process(target=_worker, args=args, daemon=True)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", DeprecationWarning)  # forking beside threads
+                    running[index].start()
+            try:
+                kind, value = messages.get(timeout=1.0)
+            except queue.Empty:
+                dead = [p.exitcode for p in running.values() if p.exitcode]
+                if dead:
+                    raise RuntimeError(
+                        f"a worker ended with exit code {dead[0]}; with -9 it ran out of memory: "
+                        "use --jobs 1 or a smaller --batch-size"
+                    ) from None
+                continue
+            if kind == "tick":
+                tick(value)
+            elif kind == "done":
+                index, outcomes[value[0]] = value
+                running.pop(index).join()
+            else:
+                known, text = value
+                raise ValueError(text) if known else RuntimeError(text)
+    finally:
+        for process in running.values():
+            process.terminate()
+            process.join(timeout=10)
+    return [outcomes[i] for i in range(total)]
+
+
+def compare_all(
+    units: dict[tuple[str, str, str], list[Unit]], tasks: Sequence[TaskRecord], arms: Sequence[Arm]
+) -> list[Comparison]:
+    """Comparisons of every arm with the reference; units by (model, task, arm), all seeds."""
+    roles = {a.name: a.role for a in arms}
+    by_task = {t.name: t for t in tasks}
+    out = []
+    for (model, task, name), found in units.items():
+        if roles[name] == "reference":
+            continue
+        base = next(
+            u
+            for (m, t, a), u in units.items()
+            if (m, t) == (model, task) and roles[a] == "reference"
+        )
+        floor = next(
+            (
+                u
+                for (m, t, a), u in units.items()
+                if (m, t) == (model, task) and roles[a] == "floor"
+            ),
+            None,
+        )
+        kld = floor[0].record.kld.mean if floor and floor[0].record.kld else None
+        out.append(compare(base[0], found, by_task[task], roles[name], kld))
+    return out
+
+
+def run(plan: Plan, quiet: bool = False) -> RunRecord:
+    """Measure, compare and, where the request names a folder, write ``results.json``, ``report.md``
+    and the units. Raises ValueError for what can only be seen with the model at hand, RuntimeError
+    if a worker died."""
+    began = time.perf_counter()
+    request = plan.request
+    with contextlib.ExitStack() as stack:
+        folder = request.out
+        if folder is None:
+            folder = Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix="replayssm-eval-"))
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        total = 0
+        for arms in plan.arms.values():
+            for one in arms or reference_arms(1):
+                total += sum(plan.documents) * len(_seeds(one, request.seeds))
+        jobs = _jobs(request)
+        if jobs > 1:
+            bar = _Bar(total, quiet)
+            outcomes = _in_processes(plan, folder, jobs, bar)
+        else:
+            bar = _Bar(total, quiet)
+            outcomes = [run_model(plan, i, folder, bar) for i in range(len(request.models))]
+        bar.close()
+        record = _assemble(plan, outcomes, UnitStore(folder), jobs, began)
+        if request.out is not None:
+            from .report import markdown
+
+            write_json(folder / RESULTS, record)
+            from .files import write_text
+
+            write_text(folder / "report.md", markdown(record))
+        return record
+
+
+def _assemble(
+    plan: Plan, outcomes: Sequence[ModelOutcome], store: UnitStore, jobs: int, began: float
+) -> RunRecord:
+    request = plan.request
+    units: dict[tuple[str, str, str], list[Unit]] = {}
+    records = []
+    arms: dict[str, Arm] = {}
+    sizes: dict[str, dict[str, StateBytes]] = {}
+    for outcome in outcomes:
+        for one in outcome.arms:
+            known = arms.setdefault(one.name, one)
+            if known.digest != one.digest:
+                raise ResultError(
+                    f"arm {one.name} means different settings on {outcome.model.name}; evaluate "
+                    "the models one at a time"
+                )
+            sizes.setdefault(one.name, {})[outcome.model.name] = outcome.bytes[one.name]
+        for task, name, seed, key in outcome.keys:
+            unit = store.load(outcome.model.name, task, name, seed, key)
+            if unit is None:
+                raise ResultError(
+                    f"unit {outcome.model.name}, {task}, {name}, seed {seed} vanished from "
+                    f"{store.folder}; run again, without other runs in that folder"
+                )
+            units.setdefault((outcome.model.name, task, name), []).append(unit)
+            records.append(unit.record)
+    comparisons = compare_all(units, plan.tasks, list(arms.values()))
+    written: list[ArmRecord] = [a.record(sizes[a.name], request.batch_size) for a in arms.values()]
+    first = outcomes[0].environment
+    return RunRecord(
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        command=list(request.command),
+        suite=request.suite.name,
+        limited=request.documents is not None,
+        environment=first,
+        settings={
+            "seeds": list(request.seeds),
+            "batch_size": request.batch_size,
+            "prefill": request.prefill,
+            "path": request.path,
+            "device": request.device,
+            "jobs": jobs,
+            "recipe": request.recipe,
+            "data_seed": DATA_SEED,
+        },
+        models=[o.model for o in outcomes],
+        tasks=plan.tasks,
+        arms=written,
+        units=records,
+        comparisons=comparisons,
+        verdict=overall(comparisons),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def as_json(record: RunRecord) -> str:
+    """The record as indented JSON text."""
+    return json.dumps(json.loads(record.model_dump_json()), indent=1)
