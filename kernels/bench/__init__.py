@@ -1,0 +1,1 @@
+"""Correctness gate and timing of the decode kernels (``python -m`` this package)."""

@@ -1,0 +1,553 @@
+"""Gate on correctness, then time: CUDA-graph replay, interleaved variants, one JSON file a run.
+
+Every row is checked against the float64 reference before anything is timed; a wrong result stops
+the run. A timed pass is a graph of consecutive steps over more slots than the L2 cache holds, with
+the cursors of the rows out of step and advancing; passes of all variants alternate, and the median
+pass counts. Bytes are those of state and ring (``registry.step_bytes``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import replayssm_quant
+
+from ...formats.codec import decode, encode
+from ...formats.packing import unpack_nibbles
+from ...state.cache import StepRows, read_checkpoint, read_copy
+from ...state.layout import StateViews
+from . import baselines, registry, vllm_baselines
+from .registry import DESIGNS, OPS, PHASES, Inputs, Op, Problem, Step
+
+RESULTS = Path(__file__).resolve().parent / "results"
+ROOT = Path(replayssm_quant.__file__).resolve().parents[1]
+
+
+class Red(Exception):
+    """A kernel's result is wrong; nothing may be timed."""
+
+
+# --- gate -----------------------------------------------------------------------------------------
+
+OUTPUT_BOUND = {torch.bfloat16: 3e-3, torch.float16: 1.5e-3, torch.float32: 1e-3}
+"""Relative RMS of y. Storing y in bf16 costs at most 2**-9 = 2.0e-3, in fp16 2.4e-4; reading a
+4-bit copy through fp16 pairs costs 4e-4 (C in fp16, sums of four products), doubled for small
+outputs."""
+FLIP_BOUND = 5e-3
+"""Share of codes that may differ by rounding the other way: sums of 16 products in another order
+differ by some 4e-7 of a row's largest value, and the widest codes have 2,032 steps below it."""
+FP32_BOUND = 1e-5
+"""Relative RMS of an fp32 checkpoint: tf32x3 or IEEE products; plain tf32 would give 5e-4."""
+
+
+def relative_rms(got: torch.Tensor, want: torch.Tensor) -> float:
+    """RMS(got - want) / RMS(want) in float64; inf where ``got`` is not finite."""
+    difference = got.double() - want.double()
+    if not bool(torch.isfinite(difference).all()):
+        return float("inf")
+    scale = want.double().square().mean().sqrt().clamp(min=1e-30)
+    return float(difference.square().mean().sqrt() / scale)
+
+
+@dataclass
+class GateResult:
+    """Errors of one checked step: y, share of differing codes, fp32 checkpoint."""
+
+    output: float = 0.0
+    flips: float = 0.0
+    state: float = 0.0
+
+    def worst(self, other: GateResult) -> GateResult:
+        return GateResult(
+            max(self.output, other.output),
+            max(self.flips, other.flips),
+            max(self.state, other.state),
+        )
+
+
+def _codes(t: torch.Tensor) -> torch.Tensor:
+    """Stored codes one by one: nibbles of words, bytes, or the bits of 16-bit values."""
+    if t.dtype == torch.int32:
+        return unpack_nibbles(t)
+    return t.view(torch.int16) if t.dtype in (torch.float16, torch.bfloat16) else t
+
+
+def _flips(ours: StateViews, slots: torch.Tensor, exact: StateViews, rows: torch.Tensor) -> float:
+    worst = 0.0
+    for name in ("ckpt", "ckpt_low", "copy"):
+        a, b = getattr(ours, name), getattr(exact, name)
+        if a is not None and a.dtype != torch.float32:
+            different = _codes(a[slots[rows]]) != _codes(b[rows])
+            worst = max(worst, float(different.float().mean()))
+    return worst
+
+
+def gate_step(
+    problem: Problem, step: Step, samples: int = 3, impl: str | None = None
+) -> GateResult:
+    """Run one step and compare a few of its rows with the float64 reference: y, stored state, ring.
+
+    Raises Red with what differs and by how much.
+    """
+    batch = problem.batch
+    picked = sorted({i * (batch - 1) // max(1, samples - 1) for i in range(samples)})
+    flushing = step.rows.flush.nonzero()[:1, 0].tolist()
+    rows = torch.tensor(sorted({*picked, *flushing}), device=problem.device)
+    taken = step.rows.take(rows)
+    slots = taken.slots
+    pages = problem.pages[slots].clone()
+    exact = problem.layout.views(pages)
+    local = StepRows(
+        torch.arange(len(rows), device=slots.device, dtype=slots.dtype),
+        taken.valid,
+        taken.flush,
+        taken.position,
+        taken.key,
+    )
+    inputs = Inputs({k: v[rows] for k, v in step.inputs.step.items()}, step.inputs.weights)
+    want = registry.exact_call(problem.op.kind, exact, problem.config, local, inputs, problem.layer)
+    got = problem.run(step, impl)[rows]
+    result = GateResult(output=relative_rms(got, want))
+    where = f"{problem.op.name}, {problem.config.label}, batch {batch}"
+    if result.output > OUTPUT_BOUND[problem.dtype]:
+        raise Red(
+            f"{where}: y differs from float64 by {result.output:.2e} (relative RMS), more than "
+            f"{OUTPUT_BOUND[problem.dtype]:.1e}; valid {taken.valid.tolist()}, flush "
+            f"{taken.flush.tolist()}"
+        )
+    flushed = taken.flush.nonzero(as_tuple=True)[0]
+    if flushed.numel():
+        result.flips = _flips(problem.views, slots, exact, flushed)
+        if result.flips > FLIP_BOUND:
+            raise Red(
+                f"{where}: {result.flips:.2%} of the codes differ, more than {FLIP_BOUND:.2%}"
+            )
+        config, flushed_slots = problem.config, slots[flushed]
+        if config.output is not None:  # nearest even of the checkpoint that the kernel itself wrote
+            checkpoint = read_checkpoint(problem.views, config, flushed_slots)
+            remade = decode(encode(checkpoint, config.output), config.output)
+            if not torch.equal(read_copy(problem.views, config, flushed_slots), remade):
+                raise Red(f"{where}: the output copy is not the checkpoint rounded to nearest")
+        if not config.update.rounds:
+            result.state = relative_rms(
+                read_checkpoint(problem.views, config, flushed_slots),
+                read_checkpoint(exact, config, local.slots[flushed]),
+            )
+            if result.state > FP32_BOUND:
+                raise Red(f"{where}: the fp32 checkpoint differs by {result.state:.2e}")
+    kept = (~taken.flush).nonzero(as_tuple=True)[0]
+    for name, ring in problem.views.tensors().items():
+        if name.startswith("ring") and kept.numel():
+            valid = taken.valid[kept].long()
+            ours = ring[slots[kept], valid].double()
+            theirs = getattr(exact, name)[local.slots[kept], valid].double()
+            if not torch.allclose(ours, theirs, rtol=1e-5, atol=1e-30):
+                raise Red(f"{where}: {name} of a row that does not flush is not what came in")
+        elif name.startswith(("ckpt", "copy")) and kept.numel():
+            same = ring[slots[kept]].view(torch.uint8) == getattr(exact, name)[kept].view(
+                torch.uint8
+            )
+            if not bool(same.all()):
+                raise Red(f"{where}: {name} of a row that does not flush changed")
+    return result
+
+
+def gate(problem: Problem, impl: str | None = None) -> GateResult:
+    """Check one step of every phase. Raises Red."""
+    result = GateResult()
+    for phase in PHASES:
+        if phase == "readout" and problem.config.buffer_len == 1:
+            continue
+        steps = problem.steps(phase)
+        middle = len(steps) // 2  # a ring that is half full, also at batch 1
+        result = result.worst(gate_step(problem, steps[middle], impl=impl))
+    return result
+
+
+# --- time -----------------------------------------------------------------------------------------
+
+
+class Pass:
+    """A CUDA graph of launches, with the bytes that they move."""
+
+    def __init__(self, launches: list[tuple[Callable[[], object], float]]):
+        self.count = len(launches)
+        self.nbytes = sum(n for _, n in launches)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            launches[0][0]()  # compile outside the capture
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            for launch, _ in launches:
+                launch()
+
+    def replay(self) -> float:
+        """Microseconds of one step."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        self.graph.replay()
+        end.record()
+        end.synchronize()
+        return 1e3 * start.elapsed_time(end) / self.count
+
+    def gbps(self, time_us: float) -> float:
+        return self.nbytes / self.count / time_us * 1e-3
+
+
+def interleave(passes: dict[str, Pass], seconds: float, least: int) -> dict[str, float]:
+    """Median microseconds of a step of each pass; the passes take turns."""
+    times: dict[str, list[float]] = {name: [] for name in passes}
+    for item in passes.values():
+        item.replay()
+    stop = time.monotonic() + seconds
+    rounds = 0
+    while rounds < least or (time.monotonic() < stop and rounds < 200):
+        for name, item in passes.items():
+            times[name].append(item.replay())
+        rounds += 1
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def copy_gbps(device: torch.device, nbytes: int = 2 << 30) -> float:
+    """Device-to-device copy bandwidth in GB/s, bytes read and written both counted."""
+    source = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    item = Pass([(lambda: target.copy_(source), 2.0 * nbytes)] * 4)
+    return item.gbps(interleave({"copy": item}, 0.2, 10)["copy"])
+
+
+def tuned(baseline: baselines.Baseline, phase: str, quick: bool) -> tuple[tuple[int, ...], Pass]:
+    """(best configuration, its pass) over the baseline's small grid."""
+    configs = list(baseline.configs)[: 2 if quick else None]
+    passes: dict[str, Pass] = {}
+    by_name = {str(c): c for c in configs}
+    for name, config in by_name.items():
+        with baseline.pinned(config):
+            passes[name] = Pass(baseline.launches(phase))
+    if len(passes) == 1:
+        name = next(iter(passes))
+    else:
+        times = interleave(passes, 0.05, 3)
+        name = min(times, key=times.__getitem__)
+    return by_name[name], passes[name]
+
+
+def our_pass(problem: Problem, phase: str) -> Pass:
+    steps = problem.steps(phase)
+    return Pass([(lambda s=s: problem.run(s), s.nbytes) for s in steps])  # type: ignore[misc]
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def _git(*args: str) -> str | None:
+    if not (ROOT / ".git").exists():
+        return None
+    done = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _package(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def provenance(vllm: str | None = None) -> dict[str, Any]:
+    """GPU, versions, commit and date, as every result row carries them.
+
+    ``REPLAYSSM_COMMIT`` names the commit where the sources lie outside git.
+    """
+    status = _git("status", "--porcelain", "--untracked-files=no")
+    commit = os.environ.get("REPLAYSSM_COMMIT") or _git("rev-parse", "HEAD")
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return {
+        "gpu": gpu,
+        "torch": torch.__version__,
+        "triton": _package("triton"),
+        "vllm": vllm,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "toolkit": replayssm_quant.__version__,
+        "commit": commit,
+        "dirty": None if status is None else bool(status),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def gpu_slug(gpu: str) -> str:
+    """``NVIDIA H200`` -> ``h200``: a file name's part."""
+    text = re.sub(r"^nvidia\s+", "", gpu.strip().lower())
+    return re.sub(r"[^a-z0-9]+", "-", text).strip("-")
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write through a temporary file, so that a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.write("\n")
+    os.chmod(name, 0o644)
+    os.replace(name, path)
+
+
+def _ratio(other: float | None, ours: float) -> float | None:
+    return None if other is None else round(other / ours, 4)
+
+
+@dataclass
+class Settings:
+    """What a run covers. seconds: time spent on one group of alternating passes."""
+
+    op: Op
+    geometries: list[str]
+    batches: list[int]
+    designs: list[str]
+    phases: list[str]
+    seconds: float = 0.6
+    least: int = 10
+    quick: bool = False
+
+
+def measure_point(
+    s: Settings,
+    geometry_name: str,
+    batch: int,
+    vllm: vllm_baselines.Baselines | None,
+    copy: float,
+    device: torch.device,
+    common: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """Gate, then time every design, phase and baseline of one geometry and batch. Raises Red."""
+    op, geometry = s.op, s.op.geometry(geometry_name)
+    passes: dict[tuple[str, str], Pass] = {}
+    notes: dict[str, Any] = {}
+    gates: dict[str, GateResult] = {}
+    keep: list[object] = []  # graphs hold no reference to the tensors they write
+    for design in s.designs:
+        problem = Problem(op, geometry, DESIGNS[design], batch, device=device)
+        keep.append(problem)
+        gates[design] = gate(problem)
+        for phase in s.phases:
+            passes[design, phase] = our_pass(problem, phase)
+    if vllm is not None:
+        for name in baselines.names(op):
+            baseline = baselines.make(name, vllm, op, geometry, batch, device)
+            keep.append(baseline)
+            config, best = tuned(baseline, "mix", s.quick)
+            notes[name] = list(config)
+            if name.startswith("native"):
+                passes[name, "mix"] = best
+                continue
+            with baseline.pinned(config):
+                for phase in s.phases:
+                    passes[name, phase] = best if phase == "mix" else Pass(baseline.launches(phase))
+    times: dict[tuple[str, str], float] = {}
+    for phase in s.phases:
+        group = {n: p for (n, ph), p in passes.items() if ph == phase}
+        for name, value in interleave(group, s.seconds, s.least).items():
+            times[name, phase] = value
+    if "mix" not in s.phases:
+        group = {n: p for (n, ph), p in passes.items() if ph == "mix"}
+        for name, value in interleave(group, s.seconds, s.least).items():
+            times[name, "mix"] = value
+    narrow = f"native-{op.natives[1]}"
+    out = []
+    for (name, phase), time_us in sorted(times.items()):
+        p = passes[name, phase]
+        row = {
+            "op": op.name,
+            "geometry": geometry_name,
+            "batch": batch,
+            "design": name if name in DESIGNS else f"vllm-{name}",
+            "phase": phase,
+            "time_us": round(time_us, 3),
+            "gbps": round(p.gbps(time_us), 1),
+            "copy_fraction": round(p.gbps(time_us) / copy, 4),
+            "ratio_native_fp32": _ratio(times.get(("native-fp32", "mix")), time_us),
+            "ratio_native_fp16": _ratio(times.get((narrow, "mix")), time_us),
+            "ratio_upstream_replay_fp32": _ratio(times.get(("replay-fp32", phase)), time_us),
+            "native_16bit": op.natives[1],
+            "buffer_len": registry.BUFFER_LEN,
+            "copy_gbps": round(copy, 1),
+        }
+        if name in notes:
+            row["launch"] = notes[name]
+        if name in gates:
+            row["output_error"] = float(f"{gates[name].output:.3g}")
+            row["code_flips"] = float(f"{gates[name].flips:.3g}")
+        out.append({**row, **common})
+    return out
+
+
+def _line(row: dict[str, Any]) -> str:
+    def show(value: float | None) -> str:
+        return "    -" if value is None else f"{value:5.2f}"
+
+    return (
+        f"{row['geometry']:14s} {row['batch']:4d} {row['design']:18s} {row['phase']:8s}"
+        f"{row['time_us']:10.1f} us {row['gbps']:7.0f} GB/s {row['copy_fraction']:5.2f}  "
+        f"{show(row['ratio_native_fp32'])} {show(row['ratio_native_fp16'])} "
+        f"{show(row['ratio_upstream_replay_fp32'])}"
+    )
+
+
+def run(s: Settings, vllm_path: str | None, out: Path, device: torch.device) -> Path:
+    """Measure everything in ``s``; returns the result file, rewritten after every point."""
+    vllm = None if vllm_path is None else vllm_baselines.load(vllm_path)
+    common = provenance(None if vllm is None else vllm.version)
+    copy = copy_gbps(device)
+    print(
+        f"{common['gpu']}, torch {common['torch']}, triton {common['triton']}, copy {copy:.0f} GB/s"
+    )
+    print("columns: time, bandwidth, share of copy, x native fp32, x native 16-bit, x replay fp32")
+    path = out / f"{s.op.name}-{gpu_slug(common['gpu'])}-{common['date']}.json"
+    rows: list[dict[str, Any]] = []
+    for geometry in s.geometries:
+        for batch in s.batches:
+            began = time.monotonic()
+            found = measure_point(s, geometry, batch, vllm, copy, device, common)
+            rows += found
+            write_json(path, rows)
+            for row in found:
+                print(_line(row))
+            print(f"  {time.monotonic() - began:.1f} s", flush=True)
+            torch.cuda.empty_cache()
+    return path
+
+
+def check_only(s: Settings, device: torch.device, impl: str | None = None) -> bool:
+    """Gate every geometry, batch and design; prints one line each. True if all are right."""
+    good = True
+    for geometry in s.geometries:
+        for batch in s.batches:
+            for design in s.designs:
+                label = f"{geometry} batch {batch} {design}"
+                dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+                problem = Problem(
+                    s.op,
+                    s.op.geometry(geometry),
+                    DESIGNS[design],
+                    batch,
+                    device=device,
+                    dtype=dtype,
+                    sets=1,
+                )
+                try:
+                    r = gate(problem, impl)
+                except Red as red:
+                    good = False
+                    print(f"RED   {label}: {red}", flush=True)
+                    continue
+                print(
+                    f"green {label}: y {r.output:.1e}, codes {r.flips:.1e}, fp32 {r.state:.1e}",
+                    flush=True,
+                )
+    return good
+
+
+# --- command --------------------------------------------------------------------------------------
+
+
+def _names(text: str, known: list[str], what: str) -> list[str]:
+    names = [t.strip() for t in text.split(",") if t.strip()]
+    for name in names:
+        if name not in known:
+            raise SystemExit(f"unknown {what} '{name}'; known: {', '.join(known)}")
+    return names
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m replayssm_quant.kernels.bench",
+        description="Check the decode kernels against float64, then time them (CUDA-graph replay).",
+    )
+    p.add_argument("--op", choices=sorted(OPS), default="mamba2_decode")
+    p.add_argument("--geometry", default="all", help="names separated by commas, or all")
+    p.add_argument("--batch", default=",".join(map(str, registry.BATCHES)))
+    p.add_argument("--design", default="all", help="names separated by commas, or all")
+    p.add_argument("--phase", default=",".join(PHASES))
+    p.add_argument("--vllm-path", help="vLLM's wheel or the folder that holds vllm/: baselines")
+    p.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
+    p.add_argument("--quick", action="store_true", help="short passes and a small tuning grid")
+    p.add_argument("--check-only", action="store_true", help="the correctness gate, no timing")
+    p.add_argument("--tune", action="store_true", help="try launch configurations, print the best")
+    p.add_argument("--report", action="store_true", help="RESULTS.md and plots from --out")
+    p.add_argument("--impl", choices=("reference", "triton"), help="for --check-only")
+    p.add_argument("--device", help="for --check-only; CUDA where there is one")
+    return p
+
+
+def settings(args: argparse.Namespace) -> Settings:
+    op = OPS[args.op]
+    geometries = list(op.geometries)
+    if args.geometry != "all":
+        geometries = _names(args.geometry, geometries, f"geometry of {op.name}")
+    designs = list(op.designs)
+    if args.design != "all":
+        designs = _names(args.design, designs, "design")
+    try:
+        batches = [int(t) for t in args.batch.split(",")]
+    except ValueError:
+        raise SystemExit(f"--batch '{args.batch}': give whole numbers, such as 1,8,256") from None
+    if min(batches) < 1:
+        raise SystemExit(f"--batch {min(batches)}: a batch has at least one row")
+    s = Settings(op, geometries, batches, designs, _names(args.phase, list(PHASES), "phase"))
+    if args.quick:
+        s.seconds, s.least, s.quick = 0.1, 3, True
+    return s
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    if args.report:
+        from . import report
+
+        for path in report.write(args.out):
+            print(path)
+        return 0
+    s = settings(args)
+    cuda = torch.cuda.is_available()
+    device = torch.device(args.device or ("cuda" if cuda else "cpu"))
+    if args.check_only:
+        return 0 if check_only(s, device, args.impl) else 1
+    if not cuda:
+        print(
+            "timing needs a CUDA GPU and torch sees none; --check-only works without",
+            file=sys.stderr,
+        )
+        return 2
+    try:
+        if args.tune:
+            from . import tune
+
+            tune.run(s, device)
+            return 0
+        path = run(s, args.vllm_path, args.out, device)
+    except Red as red:
+        print(f"RED {red}; nothing was timed", file=sys.stderr)
+        return 1
+    print(path)
+    return 0
