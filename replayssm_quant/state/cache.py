@@ -15,6 +15,7 @@ import torch
 
 from ..config import StateConfig
 from ..formats.codec import Encoded, decode, encode
+from ..formats.packing import from_page, to_page
 from ..formats.philox import element_bits
 from ..formats.rotation import rotate
 from .geometry import LayerGeometry
@@ -119,8 +120,12 @@ def read_checkpoint(views: StateViews, config: StateConfig, slots: torch.Tensor)
     def at(t: torch.Tensor | None) -> torch.Tensor | None:
         return None if t is None else t[slots]
 
+    low = at(views.ckpt_low)
     enc = Encoded(
-        views.ckpt[slots], at(views.ckpt_low), at(views.ckpt_scale), at(views.ckpt_head_scale)
+        from_page(views.ckpt[slots]),
+        None if low is None else from_page(low),
+        at(views.ckpt_scale),
+        at(views.ckpt_tile_scale),
     )
     return decode(enc, config.update)
 
@@ -129,12 +134,12 @@ def read_copy(views: StateViews, config: StateConfig, slots: torch.Tensor) -> to
     """What a readout sees, decoded: the output copy, the high plane, or the shared checkpoint."""
     if config.is_shared:
         return read_checkpoint(views, config, slots)
-    scale, head = views.copy_scale, views.copy_head_scale
+    scale, tile = views.copy_scale, views.copy_tile_scale
     enc = Encoded(
-        views.copy[slots],
+        from_page(views.copy[slots]),
         None,
         None if scale is None else scale[slots],
-        None if head is None else head[slots],
+        None if tile is None else tile[slots],
     )
     return decode(enc, config.readout, high_only=True)
 
@@ -178,10 +183,11 @@ def write_state(
 
 
 def _put(views: StateViews, prefix: str, enc: Encoded, slots: torch.Tensor) -> None:
-    parts = {"": enc.codes, "_low": enc.low, "_scale": enc.scale, "_head_scale": enc.head_scale}
+    parts = {"": enc.codes, "_low": enc.low, "_scale": enc.scale, "_tile_scale": enc.tile_scale}
     for suffix, value in parts.items():
         if value is not None:
-            getattr(views, prefix + suffix)[slots] = value
+            stored = to_page(value) if suffix in ("", "_low") else value
+            getattr(views, prefix + suffix)[slots] = stored
 
 
 class StatePool:

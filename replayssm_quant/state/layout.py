@@ -37,10 +37,10 @@ class StateViews:
     ckpt: torch.Tensor
     ckpt_low: torch.Tensor | None
     ckpt_scale: torch.Tensor | None
-    ckpt_head_scale: torch.Tensor | None
+    ckpt_tile_scale: torch.Tensor | None
     copy: torch.Tensor
     copy_scale: torch.Tensor | None
-    copy_head_scale: torch.Tensor | None
+    copy_tile_scale: torch.Tensor | None
     ring_x: torch.Tensor | None = None
     ring_dt: torch.Tensor | None = None
     ring_B: torch.Tensor | None = None
@@ -204,7 +204,7 @@ class StateLayout:
         names = [f.name for f in fields(StateViews)]
         found = {name: view(name) for name in names}
         if self.config.output is None:
-            for part in ("", "_scale", "_head_scale"):
+            for part in ("", "_scale", "_tile_scale"):
                 found["copy" + part] = found["ckpt" + part]
         return StateViews(**found)  # type: ignore[arg-type]
 
