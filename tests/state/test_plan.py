@@ -45,7 +45,7 @@ def test_fp32_and_convolution_of_a_serving_slot(capsys):
 
 
 # Bytes of one layer and request at L = 16 and a bf16 ring, from an engine's own page sizes. Ours
-# differ where noted: scales of the fp8 checkpoint and one fp32 scale a head of nvfp4 come on top.
+# differ where noted: scales of the fp8 checkpoint and nvfp4's fp32 scale a 16-row tile come on top.
 # The engine's GDN ring is d, k, g; ours k, v, g, beta, 1 / |k|, so beta (HV) and 1 / |k| (HK) more.
 ENGINE = {
     #                        conv    fp32       fp16       fp8        nvfp4    mxfp4    ring
@@ -68,7 +68,7 @@ def test_layer_bytes_equal_an_engines_pages(capsys, name):
     parts = got["fp16"]["bytes"]
     assert (parts["conv"], parts["fp32"], parts["ring"]) == (conv, fp32, ring)
     assert parts["checkpoint"] == fp16
-    assert parts["copy"] + parts["scales"] == nvfp4 + 4 * layer.heads
+    assert parts["copy"] + parts["scales"] == nvfp4 + 4 * layer.heads * -(-layer.rows // 16)
     parts = got["fp8"]["bytes"]
     assert parts["checkpoint"] == fp8
     assert parts["copy"] + parts["scales"] == mxfp4 + 4 * layer.heads * layer.rows
