@@ -1,0 +1,140 @@
+"""Ring cursors of the slots, as a function of how many tokens a request has. No vLLM here.
+
+Two vectors a slot: ``base``, the tokens in the state when its window sequence began (at the last
+prefill), and ``key``, the request's random key. Everything else follows from the number of tokens
+that vLLM reports, so nothing has to be advanced, a step that is planned twice is planned the same,
+and a slot is clean once a prefill has written its base.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...formats.philox import _REQUEST_STREAM, philox4x32
+from ...state.cache import PAD_SLOT, StepRows
+
+NULL_BLOCK = 0
+"""vLLM's block of padding rows and dummy runs."""
+
+
+def window(
+    steps: torch.Tensor, offset: torch.Tensor | int, buffer_len: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(valid, flush) of the step that follows ``steps`` decoded tokens; int32 and bool.
+
+    The first window is ``offset`` tokens shorter than ``buffer_len``, as in ``state.replay``.
+    """
+    steps = steps.clamp(min=0)
+    first = buffer_len - offset
+    early = steps < first
+    valid = torch.where(early, steps, (steps - first) % buffer_len)
+    flush = torch.where(early, steps + 1 == first, valid + 1 == buffer_len)
+    return valid.to(torch.int32), flush
+
+
+def first_offsets(keys: torch.Tensor, buffer_len: int) -> torch.Tensor:
+    """``state.replay.first_offset`` for int64 keys [b]: int32 [b]."""
+    return (((keys >> 17) & 0xFFFFFFFF) % buffer_len).to(torch.int32)
+
+
+def slot_keys(seed: int, slots: int, device: torch.device | str) -> torch.Tensor:
+    """A random key for each slot, int64 [slots], where the engine does not show the request.
+
+    Slot i has the key ``request_key(seed, i)``.
+    """
+    index = torch.arange(slots, dtype=torch.int64, device=device)
+    low, high, _, _ = philox4x32(seed, index, 0, _REQUEST_STREAM, 1, 10)
+    return low | (high << 32)
+
+
+class RowBuffers:
+    """Control vectors of a step at fixed addresses, as captured CUDA graphs need them."""
+
+    def __init__(self, rows: int, device: torch.device | str):
+        sizes = {"slots": 8, "key": 8, "valid": 4, "position": 4, "flush": 1}
+        dtypes = {8: torch.int64, 4: torch.int32, 1: torch.bool}
+        self.memory = torch.zeros(rows * sum(sizes.values()), dtype=torch.uint8, device=device)
+        self.capacity, start = rows, 0
+        self.vectors: dict[str, torch.Tensor] = {}
+        for name, size in sizes.items():
+            stop = start + rows * size
+            self.vectors[name] = self.memory[start:stop].view(dtypes[size])
+            start = stop
+
+    def rows(self, count: int) -> StepRows:
+        """The first ``count`` rows, as views."""
+        return StepRows(**{name: v[:count] for name, v in self.vectors.items()})
+
+
+class SlotCursors:
+    """Cursors of one KV-cache group's slots, and the rows of its steps."""
+
+    def __init__(self, slots: int, buffer_len: int, *, stagger: bool, seed: int, device: object):
+        self.buffer_len, self.stagger = buffer_len, stagger
+        self.base = torch.zeros(slots, dtype=torch.int32, device=device)  # type: ignore[call-overload]
+        self.key = slot_keys(seed, slots, self.base.device)
+
+    @property
+    def slots(self) -> int:
+        return self.base.shape[0]
+
+    def _plan(
+        self, blocks: torch.Tensor, steps: torch.Tensor, keys: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(key, valid, flush) after ``steps`` decoded tokens."""
+        key = self.key[blocks] if keys is None else keys
+        offset = first_offsets(key, self.buffer_len) if self.stagger else 0
+        valid, flush = window(steps, offset, self.buffer_len)
+        return key, valid, flush
+
+    def decode(
+        self,
+        out: StepRows,
+        blocks: torch.Tensor,
+        seq_lens: torch.Tensor,
+        keys: torch.Tensor | None = None,
+    ) -> None:
+        """Fill the rows of a decode step.
+
+        blocks int [b]: block of each row, ``NULL_BLOCK`` for padding. seq_lens int [b]: tokens with
+        the one of this step. keys int64 [b]: keys of the requests, if the engine shows them.
+        """
+        blocks = blocks.long()
+        key, valid, flush = self._plan(blocks, seq_lens - 1 - self.base[blocks], keys)
+        live = blocks != NULL_BLOCK
+        out.slots.copy_(torch.where(live, blocks, PAD_SLOT))
+        out.valid.copy_(valid * live)
+        out.flush.copy_(flush & live)
+        out.position.copy_(seq_lens)
+        out.key.copy_(key)
+
+    def prefill(
+        self,
+        blocks: torch.Tensor,
+        seq_lens: torch.Tensor,
+        query_lens: torch.Tensor,
+        keys: torch.Tensor | None = None,
+    ) -> StepRows:
+        """Rows of a prefill, whose windows begin anew behind it.
+
+        ``valid`` counts the ring inputs that an earlier part of the request left, which the prefill
+        must fold in; it means nothing for a row without earlier tokens.
+        """
+        blocks = blocks.long()
+        computed = seq_lens - query_lens
+        key, valid, _ = self._plan(blocks, computed - self.base[blocks], keys)
+        self.base[blocks] = seq_lens.to(torch.int32)
+        flush = torch.ones_like(blocks, dtype=torch.bool)
+        return StepRows(blocks, valid, flush, seq_lens.to(torch.int32), key)
+
+
+def move(rows: StepRows, blocks: torch.Tensor, out: StepRows | None = None) -> StepRows:
+    """The same requests in another group's blocks; written to ``out`` if given."""
+    blocks = blocks.long()
+    slots = torch.where(blocks != NULL_BLOCK, blocks, PAD_SLOT)
+    if out is None:
+        return StepRows(slots, rows.valid, rows.flush, rows.position, rows.key)
+    for name in ("valid", "flush", "position", "key"):
+        getattr(out, name).copy_(getattr(rows, name))
+    out.slots.copy_(slots)
+    return out

@@ -1,0 +1,281 @@
+"""vLLM's Gated DeltaNet layer (Qwen3-Next, Qwen3.5) on a split state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.custom_op import PluggableLayer
+from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as stock
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.platforms import current_platform
+
+from ... import ops
+from ...kernels.gdn.reference import gates
+from ...state.geometry import LayerGeometry
+from .layer import SplitLayer
+from .metadata import SplitGDNBackend, SplitGDNMetadata
+
+
+@PluggableLayer.register_oot(name="QwenGatedDeltaNetAttention")
+class SplitQwenGatedDeltaNet(SplitLayer, stock.QwenGatedDeltaNetAttention):
+    """``QwenGatedDeltaNetAttention`` whose recurrent state is a checkpoint, a copy and a ring.
+
+    The custom op ``vllm::qwen_gdn_attention_core`` calls ``_forward_core`` for every batch, so
+    decode rows take the split state also in a batch that holds prefills.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        tp = self.tp_size
+        local = LayerGeometry(
+            "gdn",
+            self.num_v_heads // tp,
+            self.head_v_dim,
+            self.head_k_dim,
+            self.num_k_heads // tp,
+            self.conv_kernel_size,
+        )
+        self.split(get_current_vllm_config(), local)
+        if self.page is not None and current_platform.is_cpu():
+            self._forward_method = self.forward_cuda  # the op that calls _forward_core
+
+    def get_attn_backend(self) -> Any:
+        return super().get_attn_backend() if self.page is None else SplitGDNBackend
+
+    def get_prefill_checkpoint_alignment(self) -> int | None:
+        return super().get_prefill_checkpoint_alignment() if self.page is None else None
+
+    def _warmup_prefill_kernels(self, *args: Any, **kwargs: Any) -> None:
+        self._warming_up = True
+        try:
+            super()._warmup_prefill_kernels(*args, **kwargs)
+        finally:
+            self._warming_up = False
+
+    def _forward_core(
+        self,
+        mixed_qkv: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        core_attn_out: torch.Tensor,
+    ) -> None:
+        md = self.metadata()
+        if self.page is None or (md is None and not current_platform.is_cpu()):
+            return super()._forward_core(mixed_qkv, b, a, core_attn_out)
+        if md is None or md.num_actual_tokens == 0:
+            return None
+        assert isinstance(md, SplitGDNMetadata)
+        d, total = md.num_decode_tokens, md.num_actual_tokens
+        if md.num_prefills == 0:
+            d = total  # in a captured graph with its padding
+        mixed_qkv, b, a, out = (t[:total] for t in (mixed_qkv, b, a, core_attn_out))
+        prefill = _prefill_cpu if current_platform.is_cpu() else _prefill_gpu
+        conv_decode, conv_prefill = _convolution(self, md, mixed_qkv, d)
+        if total > d:
+            prefill(self, md, conv_prefill, b[d:], a[d:], out[d:])
+        if d > 0:
+            self._decode(md, conv_decode, b[:d], a[:d], out[:d])
+        return None
+
+    def heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q and k [t, HK, K], v [t, HV, V] of the convolution's output [t, channels]."""
+        g = self.geometry
+        keys, values = g.groups * g.n, g.heads * g.rows
+        q, k, v = qkv.split([keys, keys, values], dim=-1)
+        return (
+            q.unflatten(-1, (g.groups, g.n)),
+            k.unflatten(-1, (g.groups, g.n)),
+            v.unflatten(-1, (g.heads, g.rows)),
+        )
+
+    def _decode(
+        self,
+        md: SplitGDNMetadata,
+        qkv: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """One token a row through the split state."""
+        q, k, v = self.heads(qkv)
+        g, beta = gates(a, b, self.A_log, self.dt_bias)
+        rows = md.decode_rows
+        assert rows is not None
+        y = ops.gdn_decode(
+            self.views,
+            self.config,
+            rows,
+            q,
+            k,
+            v,
+            g,
+            beta,
+            layer=self.layer,
+            head_offset=self.head_offset,
+        )
+        out.copy_(y)
+
+    def before(self, md: SplitGDNMetadata, has_initial: torch.Tensor) -> torch.Tensor:
+        """fp32 states [prefills, HV, V, K] that the prefill rows start from, rings folded in."""
+        rows, g = md.prefill_rows, self.geometry
+        assert rows is not None
+        if not md.continues:
+            shape = (rows.slots.shape[0], g.heads, g.rows, g.n)
+            return torch.zeros(shape, dtype=torch.float32, device=rows.slots.device)
+        loaded = ops.gdn_load(self.views, self.config, rows)
+        return torch.where(has_initial[:, None, None, None], loaded, 0)
+
+    def store(self, md: SplitGDNMetadata, state: torch.Tensor) -> None:
+        """Store fp32 states [prefills, HV, V, K]."""
+        rows = md.prefill_rows
+        assert rows is not None
+        ops.store_state(
+            self.views, self.config, rows, state, layer=self.layer, head_offset=self.head_offset
+        )
+
+
+def _convolution(
+    layer: SplitQwenGatedDeltaNet, md: SplitGDNMetadata, x: torch.Tensor, decode: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The causal convolution of decode rows and of prefill rows, its states updated."""
+    if current_platform.is_cpu():
+        return _convolution_cpu(layer, md, x, decode)
+    state = layer.kv_cache[0]
+    state = state if is_conv_state_dim_first() else state.transpose(-1, -2)
+    weight = layer.conv1d.weight.flatten(1)
+    bias, blocks = layer.conv1d.bias, md.non_spec_state_indices_tensor
+    if md.num_prefills > 0:
+        y = stock.causal_conv1d_fn(
+            x.transpose(0, 1),
+            weight,
+            bias,
+            activation=layer.activation,
+            conv_states=state,
+            has_initial_state=md.has_initial_state,
+            cache_indices=blocks,
+            query_start_loc=md.non_spec_query_start_loc,
+            metadata=md,
+        ).transpose(0, 1)
+    else:
+        y = stock.causal_conv1d_update(
+            x,
+            state,
+            weight,
+            bias,
+            layer.activation,
+            conv_state_indices=blocks[: x.shape[0]],
+            validate_data=False,
+        )
+    return y[:decode], y[decode:]
+
+
+def _prefill_gpu(
+    layer: SplitQwenGatedDeltaNet,
+    md: SplitGDNMetadata,
+    qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Prompt chunks by vLLM's chunked delta rule between fp32 states."""
+    q, k, v, g, beta = stock.fused_post_conv_prep(
+        conv_output=qkv,
+        a=a,
+        b=b,
+        A_log=layer.A_log,
+        dt_bias=layer.dt_bias,
+        num_k_heads=layer.geometry.groups,
+        head_k_dim=layer.head_k_dim,
+        head_v_dim=layer.head_v_dim,
+        apply_l2norm=True,
+        output_g_exp=False,
+    )
+    q, k, v, g, beta = (t.unsqueeze(0) for t in (q, k, v, g, beta))
+    y, after = layer.chunk_gated_delta_rule(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        initial_state=layer.before(md, md.prefill_has_initial_state),
+        output_final_state=True,
+        cu_seqlens=md.prefill_query_start_loc,
+        chunk_indices=md.chunk_indices,
+        chunk_offsets=md.chunk_offsets,
+        use_qk_l2norm_in_kernel=False,
+        aiter_prefill_metadata=md.aiter_prefill_metadata,
+    )
+    out.copy_(y.squeeze(0))
+    layer.store(md, after.float())
+
+
+# The CPU build has its own kernels: weights packed at load time, states [HV, K, V].
+
+
+def _convolution_cpu(
+    layer: SplitQwenGatedDeltaNet, md: SplitGDNMetadata, x: torch.Tensor, decode: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention as cpu
+
+    if not torch.cpu._is_avx512_bf16_supported():
+        raise ValueError("GDN on a CPU needs AVX-512 BF16, as vLLM's own kernels do")
+    state, blocks = layer.kv_cache[0], md.non_spec_state_indices_tensor
+    state = state if is_conv_state_dim_first() else state.transpose(1, 2)
+    common = {
+        "weight": layer.conv1d.weight,
+        "bias": layer.conv1d.bias,
+        "conv_states": state,
+        "silu_activation": layer.activation == "silu",
+        "is_weight_packed": True,
+    }
+    x, d, p = x.contiguous(), md.num_decodes, md.num_prefills
+    y = x[:0]
+    if d > 0:
+        y = cpu._causal_conv1d_update_cpu(x=x[:decode], conv_state_indices=blocks[:d], **common)
+    if p == 0:
+        return y, x[:0]
+    starts = md.non_spec_query_start_loc[d : d + p + 1] - decode
+    z = cpu._causal_conv1d_fwd_cpu(
+        x=x[decode:].transpose(0, 1),
+        query_start_loc=starts,
+        cache_indices=blocks[d : d + p],
+        has_initial_state=md.has_initial_state[d : d + p],
+        **common,
+    )
+    return y, z.transpose(0, 1)
+
+
+def _prefill_cpu(
+    layer: SplitQwenGatedDeltaNet,
+    md: SplitGDNMetadata,
+    qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """As ``_prefill_gpu``, by the CPU build's kernels."""
+    from vllm import _custom_ops as cpu_ops
+
+    d, p = md.num_decodes, md.num_prefills
+    q, k, v = layer.rearrange_mixed_qkv(qkv)
+    g, beta = cpu_ops.fused_gdn_gating_cpu(
+        A_log=layer.A_log, a=a.contiguous(), b=b.contiguous(), dt_bias=layer.dt_bias
+    )
+    state = layer.before(md, md.has_initial_state[d : d + p]).transpose(-1, -2).contiguous()
+    y, _ = cpu_ops.chunk_gated_delta_rule_cpu(
+        query=q,
+        key=k,
+        value=v,
+        g=g,
+        beta=beta,
+        initial_state=state,
+        output_final_state=True,
+        cu_seqlens=md.non_spec_query_start_loc[d : d + p + 1] - md.num_decode_tokens,
+        head_first=False,
+        use_qk_l2norm_in_kernel=True,
+        initial_state_indices=torch.arange(p, dtype=torch.int32),
+    )
+    out.copy_(y.squeeze(0))
+    layer.store(md, state.transpose(-1, -2).contiguous())

@@ -1,0 +1,166 @@
+"""vLLM's Mamba-2 layer on a split state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.custom_op import PluggableLayer
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.model_executor.layers.mamba.ops.causal_conv1d import (
+    causal_conv1d_fn,
+    causal_conv1d_update,
+)
+from vllm.model_executor.layers.mamba.ops.ssd_combined import mamba_chunk_scan_combined_varlen
+
+from ... import ops
+from ...state.geometry import LayerGeometry
+from .layer import SplitLayer
+from .metadata import SplitMamba2Backend, SplitMamba2Metadata
+
+
+@PluggableLayer.register_oot(name="MambaMixer2")
+class SplitMambaMixer2(SplitLayer, MambaMixer2):
+    """``MambaMixer2`` whose SSM state is a checkpoint, an output copy and a ring.
+
+    The custom op ``vllm::mamba_mixer2`` calls ``conv_ssm_forward``, so torch.compile and CUDA
+    graphs see the same op as without the plugin.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        tp = self.tp_size
+        local = LayerGeometry(
+            "mamba2",
+            self.num_heads // tp,
+            self.head_dim,
+            self.ssm_state_size,
+            self.n_groups // tp,
+            self.conv_kernel_size,
+        )
+        self.split(get_current_vllm_config(), local)
+
+    def get_attn_backend(self) -> Any:
+        return super().get_attn_backend() if self.page is None else SplitMamba2Backend
+
+    def _warmup_ssd_kernels(self, projected_states: torch.Tensor) -> None:
+        self._warming_up = True
+        try:
+            super()._warmup_ssd_kernels(projected_states)
+        finally:
+            self._warming_up = False
+
+    def conv_ssm_forward(self, projected_states: torch.Tensor, output: torch.Tensor) -> Any:
+        md = self.metadata()
+        if self.page is None or md is None:
+            return super().conv_ssm_forward(projected_states, output)
+        assert isinstance(md, SplitMamba2Metadata)
+        xbc, dt = torch.split(
+            projected_states[..., self.tped_intermediate_size :],
+            [self.tped_conv_size, self.tped_dt_size],
+            dim=-1,
+        )
+        d, total = md.num_decode_tokens, md.num_decode_tokens + md.num_prefill_tokens
+        if total > d:
+            self._prefill(md, xbc[d:total], dt[d:total], output[d:total])
+        if d > 0:
+            self._decode(md, xbc[:d], dt[:d], output[:d])
+        return None
+
+    @property
+    def _conv_state(self) -> torch.Tensor:
+        """[slots, channels, width - 1], whichever way vLLM stores it."""
+        state = self.kv_cache[0]
+        return state if is_conv_state_dim_first() else state.transpose(-1, -2)
+
+    def _heads(self, xbc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x [t, H, P], B and C [t, G, N] of the convolution's output [t, channels]."""
+        x, B, C = self.split_hidden_states_B_C_fn(xbc)
+        g = self.geometry
+        return (
+            x.unflatten(-1, (g.heads, g.rows)),
+            B.unflatten(-1, (g.groups, g.n)),
+            C.unflatten(-1, (g.groups, g.n)),
+        )
+
+    def _prefill(
+        self, md: SplitMamba2Metadata, xbc: torch.Tensor, dt: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Prompt chunks: vLLM's chunked scan between fp32 states, which are then stored split."""
+        conv = causal_conv1d_fn(
+            xbc.transpose(0, 1),
+            self.conv_weights,
+            self.conv1d.bias,
+            activation=self.activation,
+            conv_states=self._conv_state,
+            has_initial_state=md.has_initial_states_p,
+            cache_indices=md.state_indices_tensor_p,
+            metadata=md,
+            query_start_loc=md.query_start_loc_p,
+        ).transpose(0, 1)[: xbc.shape[0]]
+        x, B, C = self._heads(conv)
+        rows = md.prefill_rows
+        assert rows is not None
+        before = None
+        if md.prep_initial_states:
+            # a decoded token may have gone into the ring since the last chunk
+            loaded = ops.mamba2_load(self.views, self.config, rows, self.A)
+            before = torch.where(md.has_initial_states_p[:, None, None, None], loaded, 0)
+        after = mamba_chunk_scan_combined_varlen(
+            x,
+            dt,
+            self.A,
+            B,
+            C,
+            chunk_size=md.chunk_size,
+            D=self.D,
+            z=None,
+            dt_bias=self.dt_bias,
+            seq_idx=md.seq_idx_p,
+            cu_seqlens=md.query_start_loc_p,
+            cu_chunk_seqlens=md.cu_chunk_seqlen_p,
+            last_chunk_indices=md.last_chunk_indices_p,
+            initial_states=before,
+            dt_softplus=True,
+            dt_limit=(0.0, float("inf")),
+            out=out.unflatten(-1, (self.geometry.heads, self.geometry.rows)),
+            state_dtype=torch.float32,
+        )
+        ops.store_state(
+            self.views, self.config, rows, after, layer=self.layer, head_offset=self.head_offset
+        )
+
+    def _decode(
+        self, md: SplitMamba2Metadata, xbc: torch.Tensor, dt: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """One token a row through the split state."""
+        blocks, rows = md.state_indices_tensor_d, md.decode_rows
+        assert blocks is not None and rows is not None
+        conv = causal_conv1d_update(
+            xbc,
+            self._conv_state,
+            self.conv_weights,
+            self.conv1d.bias,
+            self.activation,
+            conv_state_indices=blocks,
+            max_query_len=blocks.size(-1),
+        )
+        x, B, C = self._heads(conv)
+        y = ops.mamba2_decode(
+            self.views,
+            self.config,
+            rows,
+            x,
+            dt,
+            self.A,
+            B,
+            C,
+            D=self.D,
+            dt_bias=self.dt_bias,
+            dt_softplus=True,
+            layer=self.layer,
+            head_offset=self.head_offset,
+        )
+        out.copy_(y.flatten(1))

@@ -1,0 +1,73 @@
+"""The page of one layer and request: vLLM's convolution state, then ours. No vLLM here.
+
+vLLM sees two tensors: the convolution state as it declares it, and one run of bytes (uint8, so that
+no warm-up or copy of the engine takes it for numbers) that holds the fields of ``StateLayout``. The
+run begins with the padding that puts its first field on 128 bytes.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+
+from ...config import StateConfig
+from ...state.geometry import LayerGeometry
+from ...state.layout import ALIGN, StateLayout, StateViews, fp32_bytes
+
+RING_STORAGE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class StatePage:
+    """Shapes, dtypes and views of one layer's page.
+
+    conv_shape and conv_dtype: as the stock layer declares its convolution state. act_dtype: dtype
+    of the model's activations, which the ring holds. Raises ValueError for another dtype.
+    """
+
+    def __init__(
+        self,
+        geometry: LayerGeometry,
+        config: StateConfig,
+        conv_shape: tuple[int, ...],
+        conv_dtype: torch.dtype,
+        act_dtype: torch.dtype,
+    ):
+        if act_dtype not in RING_STORAGE:
+            raise ValueError(f"activations in {act_dtype} are not supported; use fp32, bf16, fp16")
+        self.layout = StateLayout(geometry, config, RING_STORAGE[act_dtype])
+        self.conv_shape, self.conv_dtype = tuple(conv_shape), conv_dtype
+        self.conv_bytes = prod(conv_shape) * conv_dtype.itemsize
+        self.lead = -self.conv_bytes % ALIGN
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return (self.conv_shape, (self.lead + self.layout.page_bytes,))
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return (self.conv_dtype, torch.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one slot, a multiple of 128."""
+        return self.conv_bytes + self.lead + self.layout.page_bytes
+
+    @property
+    def stock_bytes(self) -> int:
+        """Bytes of one slot in plain vLLM with an fp32 state."""
+        return self.conv_bytes + fp32_bytes(self.layout.geometry)
+
+    def views(self, state: torch.Tensor) -> StateViews:
+        """Typed views over the second declared tensor, uint8 [slots, ...] with any slot stride.
+
+        Raises RuntimeError where the engine did not place the pages on 128 bytes.
+        """
+        pages = state[:, self.lead :]
+        if pages.stride(0) % ALIGN or (pages.is_cuda and pages.data_ptr() % ALIGN):
+            raise RuntimeError(
+                f"vLLM placed state pages {pages.stride(0)} bytes apart at offset "
+                f"{pages.data_ptr() % ALIGN}; the kernels need multiples of {ALIGN}. Give another "
+                "--block-size"
+            )
+        return self.layout.views(pages)

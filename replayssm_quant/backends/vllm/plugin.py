@@ -1,0 +1,124 @@
+"""Entry point of the vLLM plugin: registration, the version gate and the table of patches.
+
+vLLM calls ``register`` in every process, before any configuration exists, so it registers names and
+imports nothing heavy. Without ``replayssm_quant`` in additional_config everything stays vLLM's own:
+layers are given vLLM's class back as they are built (``mamba2``, ``gdn``).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..._paths import drop_checkout
+from .checks import ARCHITECTURES, VERSIONS, check, turn_off_prefix_caching, version_problem
+
+MODELS = "replayssm_quant.backends.vllm.models"
+MARK = "_replayssm_quant"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One place of vLLM that is changed. target is ``module:attribute.path``."""
+
+    target: str
+    reason: str
+    make: Callable[[Any], Any]
+    versions: tuple[tuple[int, int], ...] = VERSIONS
+
+    def apply(self) -> None:
+        """Replace the target by what ``make`` returns for it (a table may change in place)."""
+        module, path = self.target.split(":")
+        *parents, name = path.split(".")
+        owner = functools.reduce(getattr, parents, importlib.import_module(module))
+        setattr(owner, name, self.make(getattr(owner, name)))
+
+
+def _marked(replaced: Any) -> bool:
+    """True for what an earlier call in this process has put in."""
+    return MARK in vars(replaced)
+
+
+def _check_every_model(table: dict[str, Any]) -> dict[str, Any]:
+    from vllm.model_executor.models.config import VerifyAndUpdateConfig
+    from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.version import __version_tuple__
+
+    problem = version_problem(__version_tuple__)
+
+    def checked(base: type) -> type:
+        class Checked(base):  # type: ignore[misc, valid-type]
+            @classmethod
+            def verify_and_update_config(cls, vllm_config: Any) -> None:
+                check(vllm_config, problem)
+                base.verify_and_update_config(vllm_config)
+
+        Checked.__name__ = Checked.__qualname__ = base.__name__
+        setattr(Checked, MARK, True)
+        return Checked
+
+    for architecture in ModelRegistry.get_supported_archs():
+        base = table.get(architecture, VerifyAndUpdateConfig)
+        if not _marked(base):
+            table[architecture] = checked(base)
+    return table
+
+
+def _no_prefix_caching_by_default(original: Callable) -> Callable:
+    if _marked(original):
+        return original
+
+    @functools.wraps(original)
+    def defaults(self: Any, *args: Any, **kwargs: Any) -> Any:
+        turn_off_prefix_caching(self, _logger().warning)
+        return original(self, *args, **kwargs)
+
+    setattr(defaults, MARK, True)
+    return defaults
+
+
+PATCHES = (
+    Patch(
+        "vllm.model_executor.models.config:MODELS_CONFIG_MAP",
+        "the hook that runs first for each model: refuses what a split state cannot do, and every "
+        "other model, before weights are loaded",
+        _check_every_model,
+    ),
+    Patch(
+        "vllm.engine.arg_utils:EngineArgs._set_default_chunked_prefill_and_prefix_caching_args",
+        "hybrid models cache prefixes by default; only here is it known that the user did not ask",
+        _no_prefix_caching_by_default,
+    ),
+)
+
+
+def _logger() -> Any:
+    from vllm.logger import init_logger
+
+    return init_logger("vllm.replayssm_quant")  # only loggers below vllm have a handler
+
+
+def register() -> None:
+    """Register models and apply ``PATCHES``; vLLM's ``vllm.general_plugins`` entry point.
+
+    Idempotent. Outside the supported versions only the check is installed, so that asking for the
+    plugin is refused and everything else goes on.
+    """
+    drop_checkout()
+    from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.version import __version_tuple__
+
+    problem = version_problem(__version_tuple__)
+    if problem is not None:
+        try:
+            PATCHES[0].apply()
+        except Exception as error:  # another vLLM: must not break it for those who do not ask
+            _logger().warning("%s (%s)", problem, error)
+        return
+    for patch in PATCHES:
+        patch.apply()
+    for architecture in ARCHITECTURES:
+        ModelRegistry.register_model(architecture, f"{MODELS}:{architecture}")

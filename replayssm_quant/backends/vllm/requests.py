@@ -1,0 +1,65 @@
+"""The random key of a request from the request itself, where vLLM's V2 model runner shows it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+
+from ...formats.philox import request_key
+from .metadata import SplitGDNBuilder, SplitMamba2Builder
+
+_RANDOM_TAIL = re.compile(r"-[0-9a-f]{8}$")
+
+
+def request_identity(request_id: str, seed: int | None) -> int | str:
+    """What a request's key is made from: its sampling seed, else the id its sender gave.
+
+    vLLM appends eight random hex digits to the sender's id; without them the same requests have the
+    same keys in every run.
+    """
+    return seed if seed is not None else _RANDOM_TAIL.sub("", request_id)
+
+
+class SplitModelState(MambaHybridModelState):
+    """Keeps the key of each request in the batch and hands it to the builders before each step."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.request_keys = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=self.device)
+        self._builder_seed: int | None = None
+
+    def add_request(self, req_index: int, new_req_data: Any) -> None:
+        super().add_request(req_index, new_req_data)
+        params = new_req_data.sampling_params
+        identity = request_identity(new_req_data.req_id, getattr(params, "seed", None))
+        self.request_keys[req_index].fill_(request_key(self._seed(), identity))
+
+    def _seed(self) -> int:
+        """The seed of the options, which every layer's config carries."""
+        if self._builder_seed is None:
+            context = self.vllm_config.compilation_config.static_forward_context
+            layers = (x for x in context.values() if getattr(x, "page", None) is not None)
+            self._builder_seed = next(layers).config.seed
+        return self._builder_seed
+
+    def prepare_attn(
+        self, input_batch: Any, cudagraph_mode: Any, block_tables: Any, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        attn_groups = kwargs["attn_groups"] if "attn_groups" in kwargs else args[1]
+        keys = self._batch_keys(input_batch)
+        for group in (g for groups in attn_groups for g in groups):
+            builder = group.get_metadata_builder(0)
+            if isinstance(builder, SplitMamba2Builder | SplitGDNBuilder):
+                builder.planner.request_keys = keys
+        return super().prepare_attn(input_batch, cudagraph_mode, block_tables, *args, **kwargs)
+
+    def _batch_keys(self, input_batch: Any) -> torch.Tensor:
+        """Keys in batch order, int64 [rows with padding]."""
+        rows = max(input_batch.num_reqs, input_batch.num_reqs_after_padding)
+        keys = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        index = input_batch.idx_mapping[: input_batch.num_reqs]
+        keys[: input_batch.num_reqs] = self.request_keys[index.long()]
+        return keys
