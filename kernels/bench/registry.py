@@ -363,8 +363,9 @@ def call(
     inputs: Inputs,
     layer: int,
     impl: str | None = None,
+    plain: bool = False,
 ) -> torch.Tensor:
-    """The public operation on these inputs."""
+    """The public operation on these inputs; ``plain`` leaves out D and the bias of dt."""
     i = inputs
     if kind == "mamba2":
         return ops.mamba2_decode(
@@ -376,8 +377,8 @@ def call(
             i.A,
             i.B,
             i.C,
-            D=i.D,
-            dt_bias=i.dt_bias,
+            D=None if plain else i.D,
+            dt_bias=None if plain else i.dt_bias,
             dt_softplus=True,
             layer=layer,
             impl=impl,
