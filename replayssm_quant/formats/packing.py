@@ -2,8 +2,8 @@
 
 With W = N / 8, word j of a row's 4-bit codes holds the elements n = i * W + j, i = 0..7; bytes and
 half-words follow the same rule (``to_page``), so that in every format the word at index h * W + j
-holds only elements that are congruent to j modulo W. A thread that owns one j then owns whole words
-of every format, and the sixteen random bytes of one Philox call serve two rows of it.
+holds only elements that are congruent to j modulo W. A thread that owns one j then owns whole
+words of every format, and the sixteen random bytes of one Philox call serve two rows of it.
 
 Nibble ``i`` (bits 4i to 4i + 3) of word ``j`` of a row is element ``n = i * (N / 8) + j``. With
 d_state 128 each nibble plane is 16 consecutive elements, one NVFP4 block, and nibbles i and i + 4
@@ -34,8 +34,8 @@ def unpack_nibbles(words: torch.Tensor) -> torch.Tensor:
 def to_page(codes: torch.Tensor) -> torch.Tensor:
     """[..., N] codes of one or two bytes -> page order; other widths stay as they are.
 
-    With s elements a word, element n = (h * s + t) * W + j moves to index (h * W + j) * s + t. A row
-    whose length is not a multiple of 8 keeps its order.
+    With s elements a word, element n = (h * s + t) * W + j moves to index (h * W + j) * s + t. A
+    row whose length is not a multiple of 8 keeps its order.
     """
     n, per_word = codes.shape[-1], 4 // codes.element_size()
     if per_word < 2 or n % 8:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from replayssm_quant.formats.codec import Encoded, decode, decode_scale, encode, fake_quantize
 from replayssm_quant.formats.packing import unpack_nibbles
-from replayssm_quant.formats.spec import ELEMENTS, Format, parse_format
+from replayssm_quant.formats.spec import ELEMENTS, TILE_ROWS, Format, parse_format
 
 NAMES = [
     "fp32", "fp16", "bf16", "e4m3", "e4m3/none", "e4m3/head", "e4m3/b32", "e4m3/b32/fp16",
@@ -49,7 +49,7 @@ def fp32_scale(enc: Encoded, fmt: Format, like: torch.Tensor) -> torch.Tensor:
     return widen(decode_scale(enc.scale, enc.tile_scale, fmt), fmt, like)
 
 
-@pytest.mark.parametrize("shape", [(3, 8, 64), (2, 5, 96), (1, 4, 128)])
+@pytest.mark.parametrize("shape", [(3, 8, 64), (2, 5, 96), (1, 4, 128), (2, 20, 32)])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_stored_planes_are_those_of_the_table(name: str, shape: tuple[int, ...]) -> None:
     fmt = parse_format(name)
@@ -128,14 +128,26 @@ def test_an_fp32_scale_is_one_division(name: str) -> None:
     assert torch.equal(enc.scale, groups[fmt.scale.granularity] / fmt.max_code)
 
 
+@pytest.mark.parametrize("rows", [5, 16, 64, 80])
 @pytest.mark.parametrize("name", ["nvfp4", "int4", "P4+4", "P4+8", "e4m3/b16/e4m3"])
-def test_the_largest_block_of_a_head_has_the_scale_448(name: str) -> None:
+def test_the_largest_block_of_a_tile_has_the_scale_448(name: str, rows: int) -> None:
+    """A tile is 16 rows of a head, the last one maybe fewer; tiles do not see one another."""
     fmt = parse_format(name)
-    state = draw(5, 16, 128, seed=4) * torch.exp2(torch.arange(5.0) * 7 - 14).view(5, 1, 1)
+    state = draw(5, rows, 128, seed=4) * torch.exp2(torch.arange(5.0) * 7 - 14).view(5, 1, 1)
+    state[:, :16] *= 1000
     enc = encode(state, fmt)
-    amax = state.abs().amax((-1, -2))
-    assert torch.equal(enc.tile_scale, amax[:, None] / (fmt.max_code * 448))
-    assert torch.equal(enc.scale.flatten(1).int().amax(1), torch.full((5,), 0x7E).int())
+    count = -(-rows // TILE_ROWS)
+    assert enc.tile_scale.shape == (5, count)
+    for i in range(count):
+        span = slice(i * TILE_ROWS, (i + 1) * TILE_ROWS)
+        part = state[:, span]
+        assert torch.equal(enc.tile_scale[:, i], part.abs().amax((1, 2)) / (fmt.max_code * 448))
+        top = enc.scale[:, span].int().flatten(1).amax(1)
+        assert torch.equal(top, torch.full_like(top, 0x7E))
+        alone = encode(part.contiguous(), fmt)
+        assert torch.equal(alone.codes, enc.codes[:, span])
+        assert torch.equal(alone.scale, enc.scale[:, span])
+        assert torch.equal(decode(alone, fmt), decode(enc, fmt)[:, span])
 
 
 def test_a_rounded_up_block_scale_covers_its_block_and_is_the_smallest_that_does() -> None:

@@ -117,7 +117,7 @@ def test_huge_states_stay_finite(name: str, draws: int | None) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_poison_stays_within_its_slot_and_head(name: str, poison: float, draws: int | None) -> None:
     fmt = parse_format(name)
-    clean = draw(2, 3, 8, 64)
+    clean = draw(2, 3, 24, 64)
     state = clean.clone()
     state[1, 2, 4, 37] = poison
     rand = constant(draws, state)
@@ -134,6 +134,8 @@ def test_poison_stays_within_its_slot_and_head(name: str, poison: float, draws: 
         assert out[1, 2, 4, 37].isnan()
         if fmt.scale.granularity == "row":
             assert out[1, 2, 4].isnan().all() and int(out.isnan().sum()) == 64
+        if fmt.scale.has_tile_scale:
+            assert out[1, 2, :16].isnan().all() and int(out.isnan().sum()) == 16 * 64
         rest = out[1, 2][~out[1, 2].isnan()]
         assert rest.isfinite().all()
     elif poison != poison:
@@ -201,9 +203,9 @@ def test_rows_ten_thousand_apart() -> None:
 
 
 @pytest.mark.parametrize(("ratio", "error"), [(1e-4, 0.097), (1e-5, 0.13), (1e-6, 1.0)])
-def test_nvfp4_blocks_far_below_the_head(ratio: float, error: float) -> None:
-    """The block scale leaves e4m3's normal range at 3.5e-5 of the head's largest, ends at 2e-6."""
-    state = draw(1, 64, 128, seed=5).unflatten(-1, (-1, 16))
+def test_nvfp4_blocks_far_below_their_tile(ratio: float, error: float) -> None:
+    """The block scale leaves e4m3's normal range at 3.5e-5 of the tile's largest, ends at 2e-6."""
+    state = draw(1, 16, 128, seed=5).unflatten(-1, (-1, 16))
     state = (state / state.abs().amax(-1, keepdim=True)).flatten(-2)
     state[:, 1:] *= ratio
     x, y = state[:, 1:], fake_quantize(state, parse_format("nvfp4"))[:, 1:]

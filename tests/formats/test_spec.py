@@ -5,7 +5,7 @@ import pytest
 from replayssm_quant.formats import ALIASES, ELEMENTS, FORMATS, Format, parse_format, with_scale
 
 # An element, then its share of the scales, for a [64, 128] head: a row scale is shared by 128
-# elements, a block scale by 16 or 32, a head scale by 64 * 128 = 8192.
+# elements, a block scale by 16 or 32, a tile scale by 16 * 128 = 2048, a head scale by 64 * 128.
 BYTES = {
     "fp32": 4,
     "fp16": 2,
@@ -22,21 +22,21 @@ BYTES = {
     "e4m3/b32/fp16": 1 + 2 / 32,  # 1.06
     "e4m3/b32/e8m0": 1 + 1 / 32,  # 1.03
     "mxfp8": 1 + 1 / 32,
-    "nvfp4": 1 / 2 + 1 / 16 + 4 / 8192,  # .5625 and the head scale
-    "int4": 1 / 2 + 1 / 16 + 4 / 8192,
+    "nvfp4": 1 / 2 + 1 / 16 + 4 / 2048,  # .5625 and the tile scale
+    "int4": 1 / 2 + 1 / 16 + 4 / 2048,
     "int4/row": 1 / 2 + 4 / 128,  # .53
     "mxfp4": 1 / 2 + 1 / 32,  # .53
-    "P4+4": 1 + 1 / 16 + 4 / 8192,  # 1.06
+    "P4+4": 1 + 1 / 16 + 4 / 2048,  # 1.06
     "P4+4/row": 1 + 4 / 128,  # 1.03
-    "P4+8": 3 / 2 + 1 / 16 + 4 / 8192,  # 1.56
+    "P4+8": 3 / 2 + 1 / 16 + 4 / 2048,  # 1.56
     "P8+4": 3 / 2 + 4 / 128,  # 1.53
 }
 READ = {  # what a readout loads: never the low plane
     "fp32": 4,
     "e4m3": 1 + 4 / 128,
-    "nvfp4": 9 / 16 + 4 / 8192,
-    "P4+4": 9 / 16 + 4 / 8192,
-    "P4+8": 9 / 16 + 4 / 8192,
+    "nvfp4": 9 / 16 + 4 / 2048,
+    "P4+4": 9 / 16 + 4 / 2048,
+    "P4+8": 9 / 16 + 4 / 2048,
     "P8+4": 1 + 4 / 128,
 }
 RULES = [
