@@ -68,6 +68,29 @@ def poison_rings(pool) -> None:
             t.fill_(float("nan"))
 
 
+@pytest.mark.parametrize("rotate", [False, True])
+def test_ring_beyond_the_valid_inputs_is_never_read(lab, distance, rotate):
+    """NaN in every ring row at or past ``valid``, before each step, in rows of different phase."""
+    pool = lab.pool(lab.config("fp32", "fp32", buffer_len=5, rotate=rotate), 2)
+    states, phases = {}, set()
+    for t in range(16):
+        live = [0] if t < 3 else [0, 1]
+        if t in (0, 3):
+            states[live[-1]] = lab.start(pool, live[-1:], live[-1:])[0].double()
+        for slot in live:
+            for name, ring in pool.views[0].tensors().items():
+                if name.startswith("ring"):
+                    ring[slot, int(pool.valid[slot]) :] = float("nan")
+        phases.add(tuple(pool.valid.tolist()))
+        exact = torch.stack([states[i] for i in live])
+        assert distance(lab.load(pool, live), exact) < 2e-6
+        y, rows = lab.step(pool, live, live)
+        want, exact = lab.exact(exact, lab.inputs(live, rows.position.tolist()))
+        assert distance(y, want) < 2e-6
+        states = dict(zip(live, exact, strict=True))
+    assert len(phases) > 5
+
+
 @bounded
 @given(length=st.integers(1, 20), force=st.sets(st.integers(0, 40), max_size=3))
 def test_split_fp32_equals_shared_fp32_bit_for_bit(lab, bytes_of, equal_bytes, length, force):
