@@ -23,7 +23,14 @@ from transformers import DynamicCache
 
 from ..config import StateConfig
 from ..state.geometry import LayerGeometry
-from .hf_models import CHUNK_FUNCTIONS, cache_name, find_layers, takes_position_ids
+from .hf_models import (
+    CHUNK_FUNCTIONS,
+    cache_name,
+    find_layers,
+    layer_configs,
+    takes_position_ids,
+)
+from .hf_scan import ScanState
 from .hf_state import HFState, attach, patched
 
 __all__ = ["HFState", "check_decode", "recurrent_layers", "score", "split_state"]
@@ -122,28 +129,45 @@ def score(
     *,
     attention_mask: torch.Tensor | None = None,
     prefill: int = 1,
-    path: str = "decode",
+    path: str = "scan",
     requests: Sequence[int | str] | None = None,
     seed: int | None = None,
     stats: dict[int, dict[str, int]] | None = None,
 ) -> torch.Tensor:
     """Teacher-forced logits [B, T, V] of a model whose state is split, in the model's dtype.
 
-    ids: integer [B, T]. The first ``prefill`` tokens are transformers' own prefill, exact; each
-    later token runs on the state that ``config`` describes (None: the model's own fp32 state).
+    ids: integer [B, T]. The first ``prefill`` tokens run as a prefill, exact; each later token runs
+    on the state that ``config`` describes (None: an fp32 state that is never rounded).
     attention_mask [B, T]: rows may be padded on the right, and on the left within the prefill.
-    path: ``decode`` feeds one token at a time through ``split_state``. requests and seed as in
+    path: ``scan`` computes the whole text in one forward (``kernels/*/scan.py``), ``decode`` feeds
+    one token at a time through ``split_state``, or through the plain model for config None. Both
+    draw the same random bits; the scan is several times faster. requests and seed as in
     ``split_state``. stats, if given, receives ``HFState.stats``. Logits of padding mean nothing.
     """
     mask = _check_batch(ids, attention_mask, prefill)
-    if path != "decode":
-        raise ValueError(f"unknown path '{path}'; use decode")
-    if config is None:
-        find_layers(model)
+    found = find_layers(model)
+    if path == "scan":
+        configs = {} if config is None else layer_configs(found.layers, config)
+        positions = torch.full((ids.shape[0],), prefill, dtype=torch.int64)
+        if mask is not None:
+            positions = (mask[:, :prefill] != 0).sum(1).cpu()
+        state = ScanState(
+            found, configs, prefill=prefill, positions=positions, requests=requests, seed=seed
+        )
+        extra = _positions(model, ids, mask)
+        if mask is not None:
+            extra["attention_mask"] = mask
+        with state.attached(), torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False, **extra).logits
+        counts = state.stats(ids.shape[1])
+    elif path != "decode":
+        raise ValueError(f"unknown path '{path}'; use scan (whole text) or decode (token by token)")
+    elif config is None:
         return _stepwise(model, ids, mask, prefill)
-    with split_state(model, config, requests=requests, seed=seed) as state:
-        logits = _stepwise(model, ids, mask, prefill)
-        counts = state.stats
+    else:
+        with split_state(model, config, requests=requests, seed=seed) as attached:
+            logits = _stepwise(model, ids, mask, prefill)
+            counts = attached.stats
     if stats is not None:
         stats.update(counts)
     return logits
