@@ -365,7 +365,10 @@ def call(
     impl: str | None = None,
     plain: bool = False,
 ) -> torch.Tensor:
-    """The public operation on these inputs; ``plain`` leaves out D and the bias of dt."""
+    """The public operation on these inputs; ``plain`` leaves out D and the bias of dt.
+
+    Triton's GDN step takes packed inputs where there are some, as vLLM's baseline does.
+    """
     i = inputs
     if kind == "mamba2":
         return ops.mamba2_decode(
