@@ -1,0 +1,209 @@
+"""Everything of a GDN step that does not touch the state: norms, gates, the walk over the window.
+
+One program serves a (row, key head) and its value heads. Rows that do not flush append their input
+to the ring and push the query back through the window (``reference``): the result is one weight for
+each v and one effective query a value head. Rows that flush leave the window's keys and query,
+normalised and rotated, and the gates of the new token, for ``flush``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_CHUNK = tl.constexpr(128)
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)) to a few ulp; large arguments come back as they are."""
+    e = tl.exp(tl.minimum(x, 20.0))
+    u = 1.0 + e  # log(u) * e / (u - 1) undoes the rounding of u
+    small = u == 1.0
+    y = tl.where(small, e, tl.log(u) * (e / tl.where(small, 1.0, u - 1.0)))
+    return tl.where(x > 20.0, x, y)
+
+
+@triton.jit
+def rotate_rows(x, sign_ptr, ROWS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
+    """x R for rows [ROWS, KP] in natural order, zero beyond K; signs carry the 1 / sqrt(block)."""
+    n = tl.arange(0, KP)[None, :]
+    x = x * tl.load(sign_ptr + n, mask=n < K, other=0.0)
+    n = tl.broadcast_to(n, [ROWS, KP])
+    for stage in tl.static_range(8):
+        if K % (2 << stage) == 0:  # the block is the largest power of two that divides K
+            other = tl.gather(x, n ^ (1 << stage), 1)
+            x = tl.where((n & (1 << stage)) != 0, other - x, x + other)
+    return x
+
+
+@triton.jit
+def _list_flushes(slot_ptr, flush_ptr, list_ptr, batch, EVERY_STEP: tl.constexpr):
+    """list[0] = number of rows that flush, list[1:] their numbers in order."""
+    count = batch * 0
+    for start in range(0, batch, _CHUNK):
+        row = start + tl.arange(0, _CHUNK)
+        live = tl.load(slot_ptr + row, mask=row < batch, other=-1) >= 0
+        if EVERY_STEP:
+            chosen = live.to(tl.int32)
+        else:
+            due = tl.load(flush_ptr + row, mask=row < batch, other=0).to(tl.int32) != 0
+            chosen = (live & due).to(tl.int32)
+        at = 1 + count + tl.cumsum(chosen, 0) - chosen
+        tl.store(list_ptr + at, row, mask=chosen > 0)
+        count += tl.sum(chosen, 0)
+    tl.store(list_ptr, count)
+
+
+@triton.jit
+def _store_keys(
+    keys, ring_k, ring_rk, sign_ptr, valid, n,
+    HK: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROTATE: tl.constexpr,
+):  # fmt: skip
+    """The ring's keys, normalised and rotated, to fp32 rows of K at ``keys``."""
+    for j in range(valid):
+        k = tl.load(ring_k + j * (HK * K), mask=n < K, other=0.0).to(tl.float32)
+        k = k * tl.load(ring_rk + j * HK)
+        if ROTATE:
+            k = rotate_rows(k, sign_ptr, 1, K, KP)
+        tl.store(keys + j * K, k, mask=n < K)
+
+
+@triton.jit
+def keys_kernel(
+    keys_ptr, sign_ptr, ring_k_ptr, ring_rk_ptr, slot_ptr, valid_ptr,
+    ring_k_stride, ring_rk_stride,
+    HK: tl.constexpr, K: tl.constexpr, L: tl.constexpr, KP: tl.constexpr, ROTATE: tl.constexpr,
+):  # fmt: skip
+    """keys fp32 [b, HK, L, K] of every row's ring, one program a (row, key head)."""
+    i_b, i_k = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slot_ptr + i_b).to(tl.int64)
+    if slot < 0:
+        return
+    n = tl.arange(0, KP)[None, :]
+    _store_keys(
+        keys_ptr + (i_b * HK + i_k) * (L * K) + n,
+        ring_k_ptr + slot * ring_k_stride + i_k * K + n,
+        ring_rk_ptr + slot * ring_rk_stride + i_k,
+        sign_ptr, tl.load(valid_ptr + i_b), n, HK, K, KP, ROTATE,
+    )  # fmt: skip
+
+
+@triton.jit
+def prepare_kernel(
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr,  # [b, ...], the row strides below
+    A_log_ptr, dt_bias_ptr, sign_ptr,  # [HV], [HV], fp32 [K]
+    ring_k_ptr, ring_v_ptr, ring_g_ptr, ring_beta_ptr, ring_rk_ptr,  # at slot 0
+    slot_ptr, valid_ptr, flush_ptr,  # [b]
+    list_ptr,  # int32 [b + 1]: count and numbers of the rows that flush
+    keys_ptr, query_ptr, gate_ptr, rate_ptr,  # fp32 [b, HK, L, K], [b, HK, K], [b, HV, GW], [b, HV]
+    c_ptr, top_ptr, w_ptr,  # effective query, its largest magnitude [b, HV], weights [b, HV, L]
+    q_stride, k_stride, v_stride, g_stride, beta_stride,
+    ring_k_stride, ring_v_stride, ring_g_stride, ring_beta_stride, ring_rk_stride,
+    scale, batch,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
+    KP: tl.constexpr, VP: tl.constexpr, PER: tl.constexpr, PERP: tl.constexpr, GW: tl.constexpr,
+    RAW_GATES: tl.constexpr, NEGATIVE: tl.constexpr, L2NORM: tl.constexpr, EPS: tl.constexpr,
+    ROTATE: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    i_b, i_k = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if (i_b == 0) & (i_k == 0):
+        _list_flushes(slot_ptr, flush_ptr, list_ptr, batch, L == 1)
+    slot = tl.load(slot_ptr + i_b).to(tl.int64)
+    if slot < 0:
+        return
+    flush = L == 1
+    if L > 1:
+        flush = tl.load(flush_ptr + i_b).to(tl.int32) != 0
+    valid = tl.load(valid_ptr + i_b)
+    n = tl.arange(0, KP)[None, :]
+    n_ok = n < K
+    part = tl.arange(0, PERP)[:, None]
+    head = i_k * PER + part
+    head_ok = part < PER
+    gate = head * GW + n % GW if GW > 1 else head
+    gate_ok = head_ok & n_ok if GW > 1 else head_ok
+    ring_k = ring_k_ptr + slot * ring_k_stride + i_k * K + n
+    ring_g = ring_g_ptr + slot * ring_g_stride + gate
+    ring_beta = ring_beta_ptr + slot * ring_beta_stride + head
+    ring_rk = ring_rk_ptr + slot * ring_rk_stride + i_k
+    q = tl.load(q_ptr + i_b * q_stride + i_k * K + n, mask=n_ok, other=0.0).to(tl.float32)
+    k_raw = tl.load(k_ptr + i_b * k_stride + i_k * K + n, mask=n_ok, other=0.0)
+    k_raw = k_raw.to(ring_k_ptr.dtype.element_ty)
+    g = tl.load(g_ptr + i_b * g_stride + gate, mask=gate_ok, other=0.0).to(tl.float32)
+    beta = tl.load(beta_ptr + i_b * beta_stride + head, mask=head_ok, other=0.0).to(tl.float32)
+    if RAW_GATES:
+        A_log = tl.load(A_log_ptr + head, mask=head_ok, other=0.0).to(tl.float32)
+        bias = tl.load(dt_bias_ptr + head, mask=head_ok, other=0.0).to(tl.float32)
+        g = -tl.exp(A_log) * softplus(g + bias)
+        beta = 1.0 / (1.0 + tl.exp(-beta))
+        if NEGATIVE:
+            beta = beta * 2.0
+    k = k_raw.to(tl.float32)
+    rk = tl.full([1, 1], 1.0, tl.float32)
+    if L2NORM:
+        rk = tl.rsqrt(tl.sum(k * k, 1, keep_dims=True) + EPS)
+        q = q * tl.rsqrt(tl.sum(q * q, 1, keep_dims=True) + EPS)
+    k = k * rk
+    q = q * scale
+
+    if flush:
+        keys = keys_ptr + (i_b * HK + i_k) * (L * K) + n
+        _store_keys(keys, ring_k, ring_rk, sign_ptr, valid, n, HK, K, KP, ROTATE)
+        if ROTATE:
+            k = rotate_rows(k, sign_ptr, 1, K, KP)
+            q = rotate_rows(q, sign_ptr, 1, K, KP)
+        tl.store(keys + valid * K, k, mask=n_ok)
+        tl.store(query_ptr + (i_b * HK + i_k) * K + n, q, mask=n_ok)
+        tl.store(gate_ptr + i_b * (HV * GW) + gate, g, mask=gate_ok)
+        tl.store(rate_ptr + i_b * HV + head, beta, mask=head_ok)
+    else:
+        tl.store(ring_k + valid * (HK * K), k_raw, mask=n_ok)
+        tl.store(ring_g + valid * (HV * GW), g, mask=gate_ok)
+        tl.store(ring_beta + valid * HV, beta, mask=head_ok)
+        tl.store(ring_rk + valid * HK + tl.zeros([1, 1], tl.int32), rk)
+        column = tl.arange(0, VP)[None, :]
+        v_ok = head_ok & (column < V)
+        v = tl.load(v_ptr + i_b * v_stride + head * V + column, mask=v_ok, other=0.0)
+        ring_v = ring_v_ptr + slot * ring_v_stride + valid * (HV * V) + head * V + column
+        tl.store(ring_v, v.to(ring_v_ptr.dtype.element_ty), mask=v_ok)
+
+        # the walk: newest token first; the next row of the ring is on its way meanwhile
+        row = i_b * HV + head
+        weight = w_ptr + row * L
+        r = tl.broadcast_to(q, [PERP, KP])
+        w = beta * tl.sum(r * k, 1, keep_dims=True)
+        tl.store(weight + valid, w, mask=head_ok)
+        r = tl.exp(g) * (r - w * k)
+        j = valid - 1
+        k_next = tl.load(ring_k + j * (HK * K), mask=n_ok & (j >= 0), other=0.0)
+        g_next = tl.load(ring_g + j * (HV * GW), mask=gate_ok & (j >= 0), other=0.0)
+        beta_next = tl.load(ring_beta + j * HV, mask=head_ok & (j >= 0), other=0.0)
+        rk_next = tl.load(ring_rk + j * HK, mask=j >= 0, other=0.0)
+        for _ in range(valid):
+            k = k_next.to(tl.float32) * rk_next
+            g, beta = g_next, beta_next
+            i = j - 1
+            k_next = tl.load(ring_k + i * (HK * K), mask=n_ok & (i >= 0), other=0.0)
+            g_next = tl.load(ring_g + i * (HV * GW), mask=gate_ok & (i >= 0), other=0.0)
+            beta_next = tl.load(ring_beta + i * HV, mask=head_ok & (i >= 0), other=0.0)
+            rk_next = tl.load(ring_rk + i * HK, mask=i >= 0, other=0.0)
+            w = beta * tl.sum(r * k, 1, keep_dims=True)
+            tl.store(weight + j, w, mask=head_ok)
+            r = tl.exp(g) * (r - w * k)
+            j = i
+        if ROTATE:
+            r = rotate_rows(r, sign_ptr, PERP, K, KP)
+        if PACKED:  # fp16 pairs (n, n + K / 2), normalised to a largest magnitude of 1
+            top = tl.max(tl.abs(r), 1, keep_dims=True)
+            r = r * tl.where(top > 0, 1.0 / tl.where(top > 0, top, 1.0), 0.0)
+            HALF: tl.constexpr = KP // 2
+            m = tl.broadcast_to(tl.arange(0, HALF)[None, :], [PERP, HALF])
+            low = tl.gather(r, m, 1).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+            high = tl.gather(r, tl.minimum(m + K // 2, KP - 1), 1).to(tl.float16)
+            high = high.to(tl.int16, bitcast=True).to(tl.int32)
+            pair = (low & 0xFFFF) | (high << 16)
+            tl.store(c_ptr + row * (K // 2) + m, pair, mask=head_ok & (m < K // 2))
+            tl.store(top_ptr + row, top, mask=head_ok)
+        else:
+            tl.store(c_ptr + row * K + n, r, mask=head_ok & n_ok)

@@ -1,0 +1,403 @@
+"""Gated DeltaNet decode on Triton: the signatures of ``reference``, and vLLM's packed input.
+
+A step is three launches: ``prepare`` (norms, gates, the walk over the window, the append), the
+shared readout of the output copy for rows that do not flush, and ``flush`` for those that do. Which
+rows flush is data; nothing waits for the device, so a CUDA graph may hold the step.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+
+import torch
+import triton
+
+from ...config import StateConfig
+from ...formats.rotation import block_of, signs, unrotate
+from ...state.cache import StepRows
+from ...state.layout import StateViews
+from ..common.store import check_state_size, launch_warps, plane_arguments, rounding_sizes
+from .decode import readout_kernel
+from .flush import flush_kernel, load_kernel
+from .prepare import keys_kernel, prepare_kernel
+from .reference import NORM_EPS, check_inputs
+
+ROWS_PER_FLUSH_PROGRAM = 8
+"""Rows that one flush program takes in turn if the whole batch flushes at once."""
+
+_RING = ("ring_k", "ring_v", "ring_g", "ring_beta", "ring_rk")
+
+
+@lru_cache(maxsize=32)
+def _rotation_signs(n: int, device: torch.device) -> torch.Tensor:
+    """The signs of the rotation with its 1 / sqrt(block), fp32 [n]."""
+    return (signs(n) * block_of(n) ** -0.5).to(device)
+
+
+def _ring_arguments(views: StateViews, names: tuple[str, ...] = _RING) -> dict:
+    args = {}
+    for name in names:
+        ring = getattr(views, name)
+        args[f"{name}_ptr"], args[f"{name}_stride"] = ring, ring.stride(0)
+    return args
+
+
+def _sizes(views: StateViews) -> dict:
+    assert views.ring_k is not None and views.ring_v is not None and views.ring_g is not None
+    length, keys, n = views.ring_k.shape[1:]
+    heads, width = views.ring_v.shape[2:]
+    return {"HK": keys, "HV": heads, "K": n, "V": width, "L": length}
+
+
+def _check_layer(views: StateViews, config: StateConfig, rows: StepRows) -> None:
+    """Raise TypeError or ValueError for a layer or rows that no kernel takes."""
+    if views.ring_k is None or views.ring_v is None or views.ring_g is None:
+        raise ValueError("these views belong to a Mamba-2 layer; use mamba2_decode")
+    check_state_size(views.ring_v.shape[3], views.ring_k.shape[3])
+    if views.ring_k.shape[1] != config.buffer_len:
+        raise ValueError(
+            f"the ring holds {views.ring_k.shape[1]} tokens but buffer_len is {config.buffer_len}; "
+            "build the pool and the step from one StateConfig"
+        )
+    if views.ring_g.shape[3] not in (1, views.ring_k.shape[3]):
+        raise ValueError(
+            f"a gate of {views.ring_g.shape[3]} columns has no kernel; use 1, or "
+            f"{views.ring_k.shape[3]} (one a key channel)"
+        )
+    for name, view in views.tensors().items():
+        if not view[0].is_contiguous():
+            raise ValueError(
+                f"{name} has strides {view.stride()}; a slot must be contiguous, only the stride "
+                "from slot to slot is free"
+            )
+        if view.device != rows.slots.device:
+            raise ValueError(f"{name} is on {view.device} but rows are on {rows.slots.device}")
+    wanted = {
+        "valid": torch.int32,
+        "flush": torch.bool,
+        "position": torch.int32,
+        "key": torch.int64,
+    }
+    if rows.slots.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"rows.slots is {rows.slots.dtype}; it must be int64 (or int32)")
+    for name, dtype in wanted.items():
+        value = getattr(rows, name)
+        if value.dtype != dtype:
+            raise TypeError(f"rows.{name} is {value.dtype}; it must be {dtype}")
+    for name in ("slots", *wanted):
+        value = getattr(rows, name)
+        if value.shape != rows.slots.shape or value.ndim != 1 or not value.is_contiguous():
+            raise ValueError(
+                f"rows.{name} has shape {tuple(value.shape)} and strides {value.stride()}; every "
+                "vector needs one entry a row, contiguous"
+            )
+
+
+def _row_strided(name: str, t: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``t`` if only its first stride is free, else a contiguous copy (it is only read)."""
+    if t.device != device:
+        raise ValueError(f"{name} is on {t.device}, the state on {device}; move it there")
+    if not t.is_floating_point():
+        raise TypeError(f"{name} is {t.dtype}; it must be a floating-point tensor")
+    return t if t[:1].is_contiguous() else t.contiguous()
+
+
+def _run(
+    out: torch.Tensor,
+    views: StateViews,
+    config: StateConfig,
+    rows: StepRows,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    scale: float,
+    l2norm: bool,
+    negative: bool,
+    layer: int,
+    head_offset: int,
+) -> None:
+    """One step into ``out`` [b, HV, V]; g and beta are raw projections if A_log is given."""
+    size = _sizes(views)
+    hk, hv, n, width, length = size.values()
+    batch, device = out.shape[0], out.device
+    gate_width = views.ring_g.shape[3]
+    per_key = hv // hk
+    empty = torch.empty
+    listed = empty(batch + 1, dtype=torch.int32, device=device)
+    keys = empty(batch, hk, length, n, device=device)
+    query = empty(batch, hk, n, device=device)
+    gate = empty(batch, hv, gate_width, device=device)
+    rate = empty(batch, hv, device=device)
+    c = empty(batch, hv, n, device=device)
+    top = empty(batch, hv, device=device)
+    weights = empty(batch, hv, length, device=device)
+    ring = _ring_arguments(views)
+    planes, plane_sizes = plane_arguments(views, config)
+    padded = triton.next_power_of_2(n)
+    prepare_kernel[(batch, hk)](
+        q, k, v, g, beta,
+        rate if A_log is None else A_log,
+        rate if dt_bias is None else dt_bias,
+        _rotation_signs(n, device) if config.rotate else rate,
+        slot_ptr=rows.slots, valid_ptr=rows.valid, flush_ptr=rows.flush, list_ptr=listed,
+        keys_ptr=keys, query_ptr=query, gate_ptr=gate, rate_ptr=rate,
+        c_ptr=c, top_ptr=top, w_ptr=weights,
+        q_stride=q.stride(0), k_stride=k.stride(0), v_stride=v.stride(0),
+        g_stride=g.stride(0), beta_stride=beta.stride(0),
+        scale=scale, batch=batch,
+        KP=padded, VP=triton.next_power_of_2(width), PER=per_key,
+        PERP=triton.next_power_of_2(per_key), GW=gate_width,
+        RAW_GATES=A_log is not None, NEGATIVE=negative, L2NORM=l2norm, EPS=NORM_EPS,
+        ROTATE=config.rotate, PACKED=False,
+        num_warps=1, **ring, **size,
+    )  # fmt: skip
+    if length > 1:
+        names = ("copy", "copy_scale", "copy_tile")
+        copy = {name + end: planes[name + end] for name in names for end in ("_ptr", "_stride")}
+        readout_kernel[(triton.cdiv(width, 64), hv, batch)](
+            c, top, weights,
+            slot_ptr=rows.slots, valid_ptr=rows.valid, flush_ptr=rows.flush, y_ptr=out,
+            y_stride=out.stride(0),
+            ring_v_ptr=ring["ring_v_ptr"], ring_v_stride=ring["ring_v_stride"],
+            HV=hv, K=n, V=width, L=length, LP=triton.next_power_of_2(length),
+            WP=padded // 8, BV=64, num_warps=4,
+            **copy,
+            **{s: plane_sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES", "OUTPUT")},
+        )  # fmt: skip
+    else:
+        out.zero_()  # padding rows, which no program visits
+    del ring["ring_k_ptr"], ring["ring_k_stride"], ring["ring_rk_ptr"], ring["ring_rk_stride"]
+    flush_kernel[(plane_sizes["TILES"], hv, triton.cdiv(batch, ROWS_PER_FLUSH_PROGRAM))](
+        listed, keys, query, gate, rate, v,
+        slot_ptr=rows.slots, valid_ptr=rows.valid, position_ptr=rows.position, key_ptr=rows.key,
+        y_ptr=out, v_stride=v.stride(0), y_stride=out.stride(0),
+        layer=layer, head_offset=head_offset,
+        WP=padded // 8, PER=per_key, GW=gate_width, num_warps=launch_warps(n),
+        **ring, **planes, **size, **plane_sizes, **rounding_sizes(config),
+    )  # fmt: skip
+
+
+_PLANES = ("ckpt", "ckpt_low", "ckpt_scale", "ckpt_tile_scale")
+_COPY = ("copy", "copy_scale", "copy_tile_scale")
+
+
+@lru_cache(maxsize=64)
+def _config_of(settings: str) -> StateConfig:
+    return StateConfig.from_dict(json.loads(settings))
+
+
+@torch.library.custom_op(
+    "replayssm_quant::gdn_decode", mutates_args=("out", *_PLANES, *_COPY, *_RING)
+)
+def _decode_op(
+    out: torch.Tensor,
+    ckpt: torch.Tensor,
+    ckpt_low: torch.Tensor | None,
+    ckpt_scale: torch.Tensor | None,
+    ckpt_tile_scale: torch.Tensor | None,
+    copy: torch.Tensor | None,
+    copy_scale: torch.Tensor | None,
+    copy_tile_scale: torch.Tensor | None,
+    ring_k: torch.Tensor,
+    ring_v: torch.Tensor,
+    ring_g: torch.Tensor,
+    ring_beta: torch.Tensor,
+    ring_rk: torch.Tensor,
+    slots: torch.Tensor,
+    valid: torch.Tensor,
+    flush: torch.Tensor,
+    position: torch.Tensor,
+    key: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    settings: str,
+    scale: float,
+    l2norm: bool,
+    negative: bool,
+    layer: int,
+    head_offset: int,
+) -> None:
+    """One step as a single operator; copy None means that the copy is part of the checkpoint."""
+    if copy is None:
+        copy, copy_scale, copy_tile_scale = ckpt, ckpt_scale, ckpt_tile_scale
+    views = StateViews(
+        ckpt, ckpt_low, ckpt_scale, ckpt_tile_scale, copy, copy_scale, copy_tile_scale,
+        ring_k=ring_k, ring_v=ring_v, ring_g=ring_g, ring_beta=ring_beta, ring_rk=ring_rk,
+    )  # fmt: skip
+    rows = StepRows(slots, valid, flush, position, key)
+    _run(
+        out, views, _config_of(settings), rows, q, k, v, g, beta, A_log, dt_bias, scale, l2norm,
+        negative, layer, head_offset,
+    )  # fmt: skip
+
+
+@_decode_op.register_fake
+def _(*args: object, **kwargs: object) -> None:
+    return None
+
+
+def _step(
+    out: torch.Tensor | None,
+    views: StateViews,
+    config: StateConfig,
+    rows: StepRows,
+    inputs: tuple[torch.Tensor, ...],
+    weights: tuple[torch.Tensor, torch.Tensor] | None,
+    scale: float | None,
+    l2norm: bool,
+    negative: bool,
+    layer: int,
+    head_offset: int,
+) -> torch.Tensor:
+    _check_layer(views, config, rows)
+    device = views.ckpt.device
+    names = ("q", "k", "v", "g" if weights is None else "a", "beta" if weights is None else "b")
+    q, k, v, g, beta = (
+        _row_strided(name, t, device) for name, t in zip(names, inputs, strict=True)
+    )
+    shape = (rows.slots.shape[0], *views.ring_v.shape[2:])
+    if out is None:
+        out = torch.empty(shape, dtype=v.dtype, device=device)
+    elif tuple(out.shape) != shape or out.device != device or not out[:1].is_contiguous():
+        raise ValueError(
+            f"out is {tuple(out.shape)} on {out.device}; the step writes {shape} on {device}, "
+            "contiguous within a row"
+        )
+    if out.shape[0] == 0:
+        return out
+    A_log, dt_bias = weights if weights is not None else (None, None)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if not torch.compiler.is_compiling():
+        _run(
+            out, views, config, rows, q, k, v, g, beta, A_log, dt_bias, scale, l2norm, negative,
+            layer, head_offset,
+        )  # fmt: skip
+        return out
+    state = [getattr(views, name) for name in _PLANES]
+    state += [getattr(views, name) if config.has_copy else None for name in _COPY]
+    state += [getattr(views, name) for name in _RING]
+    control = (rows.slots, rows.valid, rows.flush, rows.position, rows.key)
+    _decode_op(
+        out, *state, *control, q, k, v, g, beta, A_log, dt_bias,
+        json.dumps(config.to_dict()), scale, l2norm, negative, layer, head_offset,
+    )  # fmt: skip
+    return out
+
+
+def decode_step(
+    views: StateViews,
+    config: StateConfig,
+    rows: StepRows,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    scale: float | None = None,
+    l2norm: bool = True,
+    layer: int = 0,
+    head_offset: int = 0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One token for each row: read, append or flush; see ``reference.decode_step``.
+
+    q, k [b, HK, K], v [b, HV, V], g [b, HV] or [b, HV, 1 or K], beta [b, HV]; the stride from row
+    to row is free (slices of one buffer). out [b, HV, V] is written if given. Padding rows (slot
+    -1) give zeros. Raises TypeError or ValueError before any launch.
+    """
+    check_inputs(views, rows, q, k, v, g, beta)
+    inputs = (q, k, v, g, beta)
+    return _step(out, views, config, rows, inputs, None, scale, l2norm, False, layer, head_offset)
+
+
+def decode_packed(
+    views: StateViews,
+    config: StateConfig,
+    rows: StepRows,
+    mixed_qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    *,
+    scale: float | None = None,
+    l2norm: bool = True,
+    allow_neg_eigval: bool = False,
+    layer: int = 0,
+    head_offset: int = 0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One token from what the layer's convolution and projections leave, as vLLM packs it.
+
+    mixed_qkv [b, 2 HK K + HV V] (q, then k, then v), raw gates a, b [b, HV], A_log, dt_bias [HV]:
+    g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b) (doubled with allow_neg_eigval) are
+    made in fp32. Everything else as ``decode_step``.
+    """
+    _check_layer(views, config, rows)
+    hk, hv, n, width, _ = _sizes(views).values()
+    batch = rows.slots.shape[0]
+    if views.ring_g.shape[3] != 1:
+        raise ValueError("a gate for each key channel has no packed form; use decode_step")
+    wanted = {
+        "mixed_qkv": (mixed_qkv, (batch, 2 * hk * n + hv * width)),
+        "a": (a, (batch, hv)),
+        "b": (b, (batch, hv)),
+        "A_log": (A_log, (hv,)),
+        "dt_bias": (dt_bias, (hv,)),
+    }
+    for name, (t, shape) in wanted.items():
+        if tuple(t.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(t.shape)}; rows and layer need {shape}")
+    mixed_qkv = _row_strided("mixed_qkv", mixed_qkv, views.ckpt.device)
+    q, k, v = mixed_qkv.split((hk * n, hk * n, hv * width), 1)
+    inputs = (q.unflatten(1, (hk, n)), k.unflatten(1, (hk, n)), v.unflatten(1, (hv, width)), a, b)
+    weights = (A_log.contiguous(), dt_bias.contiguous())
+    return _step(
+        out, views, config, rows, inputs, weights, scale, l2norm, allow_neg_eigval, layer,
+        head_offset,
+    )  # fmt: skip
+
+
+def load_state(views: StateViews, config: StateConfig, rows: StepRows) -> torch.Tensor:
+    """The state of each row with its ring folded in, unrotated fp32 [b, HV, V, K].
+
+    Nothing is written to the pool. Padding rows (slot -1) give zeros. Raises TypeError or
+    ValueError before any launch.
+    """
+    _check_layer(views, config, rows)
+    size = _sizes(views)
+    hk, hv, n, width, length = size.values()
+    batch, device = rows.slots.shape[0], views.ckpt.device
+    state = torch.empty(batch, hv, width, n, device=device)
+    if batch == 0:
+        return state
+    keys = torch.empty(batch, hk, length, n, device=device)
+    padded = triton.next_power_of_2(n)
+    keys_kernel[(batch, hk)](
+        keys, _rotation_signs(n, device) if config.rotate else keys,
+        slot_ptr=rows.slots, valid_ptr=rows.valid,
+        HK=hk, K=n, L=length, KP=padded, ROTATE=config.rotate, num_warps=1,
+        **_ring_arguments(views, ("ring_k", "ring_rk")),
+    )  # fmt: skip
+    planes, sizes = plane_arguments(views, config)
+    names = ("code", "low", "scale", "tile")
+    load_kernel[(sizes["TILES"], hv, batch)](
+        state, keys, slot_ptr=rows.slots, valid_ptr=rows.valid,
+        WP=padded // 8, PER=hv // hk, GW=views.ring_g.shape[3], num_warps=launch_warps(n),
+        **_ring_arguments(views, ("ring_v", "ring_g", "ring_beta")),
+        **{f"{name}{end}": planes[f"{name}{end}"] for name in names for end in ("_ptr", "_stride")},
+        **{s: sizes[s] for s in ("CODE_HEAD", "LOW_HEAD", "SCALE_HEAD", "TILES", "UPDATE")},
+        **size,
+    )  # fmt: skip
+    return unrotate(state) if config.rotate else state
