@@ -68,6 +68,11 @@ class Arm:
         return any(c.uses_random_bits for c in self.configs)
 
     @property
+    def per_step(self) -> bool:
+        """True if a state is rounded at every step, the slowest way to run."""
+        return any(c.buffer_len == 1 and c.update.rounds for c in self.configs)
+
+    @property
     def quantises(self) -> bool:
         """True if a rounded state is read at all."""
         return any(c.update.rounds or c.readout.rounds for c in self.configs)

@@ -117,7 +117,7 @@ def _buckets(
                 low=low, high=high, n=n, kld=float(kld), top1=float(top1), delta_loss=float(loss)
             )
         )
-        middles.append((max(low, 1) * high) ** 0.5)
+        middles.append(1.0 + float(np.nonzero(part)[1].mean()))
         means.append(float(kld))
         weights.append(float(n))
     slope = stats.loglog_slope(middles, means, weights) if out else None

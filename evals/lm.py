@@ -23,6 +23,7 @@ from .. import models
 from ..backends import hf
 from ..config import StateConfig
 from ..state.geometry import read_geometry
+from .measure import add_counts
 from .probes import short_hash
 
 NAME = "replayssm-hf"
@@ -123,12 +124,6 @@ class ReplayLM(HFLM):
             "tokens_generated": self.generated,
         }
 
-    def _add(self, stats: dict[int, dict[str, int]]) -> None:
-        for layer, values in stats.items():
-            total = self.counts.setdefault(layer, dict.fromkeys(values, 0))
-            for name, value in values.items():
-                total[name] += value
-
     def _model_call(self, inps: torch.Tensor, attn_mask: Any = None, labels: Any = None) -> Any:
         """Stepwise logits [batch, tokens, vocabulary] of right-padded ids."""
         if attn_mask is not None or labels is not None:
@@ -146,7 +141,7 @@ class ReplayLM(HFLM):
             requests=[_request(row) for row in rows],
             stats=stats,
         )
-        self._add(stats)
+        add_counts(self.counts, stats)
         self.scored += sum(len(r) for r in rows)
         self.decoded += sum(max(len(r) - prefill, 0) for r in rows)
         return logits
@@ -171,7 +166,7 @@ class ReplayLM(HFLM):
             with hf.split_state(self.model, self.state_config, requests=requests) as state:
                 out = super()._model_generate(*call, **generation_kwargs)
                 stats = state.stats
-            self._add(stats)
+            add_counts(self.counts, stats)
         pad = self.tokenizer.pad_token_id
         new = out[:, context.shape[1] :]
         self.generated += int((new != pad).sum()) if pad is not None else new.numel()

@@ -41,6 +41,14 @@ def _batches(n: int, size: int) -> Iterable[slice]:
     return (slice(i, min(i + size, n)) for i in range(0, n, size))
 
 
+def add_counts(total: dict[int, dict[str, int]], stats: dict[int, dict[str, int]]) -> None:
+    """Add one batch's counts of each layer to ``total``."""
+    for layer, values in stats.items():
+        mine = total.setdefault(layer, dict.fromkeys(values, 0))
+        for name, value in values.items():
+            mine[name] += value
+
+
 def exercise(
     stats: dict[int, dict[str, int]],
     documents: int,
@@ -94,6 +102,7 @@ def measure_streams(
     parts: list[TokenSignals] = []
     for rows in _batches(len(docs), arm.batch_size or options.batch_size):
         ids = torch.from_numpy(docs.ids[rows]).to(loaded.model.device)
+        stats: dict[int, dict[str, int]] = {}
         logits = hf.score(
             loaded.model,
             ids,
@@ -101,8 +110,9 @@ def measure_streams(
             prefill=options.prefill,
             path=options.path,
             requests=docs.doc_hashes[rows],
-            stats=counts,
+            stats=stats,
         )
+        add_counts(counts, stats)
         part = signals(logits, ids, rows.start, None if is_reference else reference)
         if is_reference:
             if not part.finite.all():
@@ -237,10 +247,8 @@ def measure_prompts(
         else:
             with hf.split_state(loaded.model, config, requests=docs.doc_hashes[rows]) as state:
                 found = _generate(loaded, ids, mask, new, pad or 0)
-            for layer, values in state.stats.items():
-                total = counts.setdefault(layer, dict.fromkeys(values, 0))
-                for name, value in values.items():
-                    total[name] += value
+                stats = state.stats
+            add_counts(counts, stats)
         outputs += [row.numpy() for row in found]
         tick(len(ids))
     samples: list[dict[str, Any]] = []

@@ -48,6 +48,11 @@ class Streams:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def first(self, n: int) -> Streams:
+        """The first ``n`` documents."""
+        cut = (self.ids, self.mask, self.doc_hashes, self.prompt_hashes)
+        return Streams(self.task, *(x[:n] for x in cut), self.likelihood)
+
 
 @dataclass(frozen=True)
 class Prompts:
@@ -63,6 +68,11 @@ class Prompts:
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    def first(self, n: int) -> Prompts:
+        """The first ``n`` documents."""
+        cut = (self.prompts, self.targets, self.counted, self.doc_hashes, self.prompt_hashes)
+        return Prompts(self.task, *(x[:n] for x in cut))
 
 
 def is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:

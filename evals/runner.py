@@ -177,6 +177,22 @@ def plan(request: Request) -> Plan:
     return Plan(request, tasks, specs, arms, documents)
 
 
+def documents_for(plan: Plan, spec: TaskSpec, one: Arm) -> int | None:
+    """Documents of a task for an arm: 0 if the suite leaves the arm out, None for all there are."""
+    documents = plan.documents[plan.specs.index(spec)] or None
+    request = plan.request
+    if one.config is None or request.candidate is not None or request.recipe is not None:
+        return documents
+    if spec.arms is not None:
+        listed = {arm("candidate", parse_arm(t)).digest for t in spec.arms}
+        asked = {arm("candidate", c).digest for c in request.extra}
+        if one.digest not in listed | asked:
+            return 0
+    if spec.per_step is not None and one.per_step and documents is not None:
+        return min(documents, spec.per_step)
+    return documents
+
+
 @dataclass
 class ModelOutcome:
     """What a worker hands back beside the units on disk."""
@@ -284,11 +300,16 @@ def _run_model(plan: Plan, index: int, folder: Path, tick: Callable[[int], None]
         filled = False
         runner = None
         for one in chosen:
+            number = documents_for(plan, spec, one)
+            if number == 0:
+                continue
+            part = docs if docs is None else docs.first(number)
             for seed in _seeds(one, request.seeds):
                 key = unit_key(
                     {
                         **common,
                         "task": record.model_dump(exclude={"margin", "threshold", "description"}),
+                        "documents": number,
                         "arm": one.digest,
                         "seed": seed,
                         "batch": one.batch_size or options.batch_size,
@@ -299,7 +320,7 @@ def _run_model(plan: Plan, index: int, folder: Path, tick: Callable[[int], None]
                 )
                 outcome.keys.append((record.name, one.name, seed, key))
                 if store.load(resolved.name, record.name, one.name, seed, key) is not None:
-                    tick(_documents(docs, record))
+                    tick(number or 0)
                     continue
                 if spec.kind == "stream":
                     if not filled and one.role != "reference":
@@ -307,24 +328,18 @@ def _run_model(plan: Plan, index: int, folder: Path, tick: Callable[[int], None]
                             loaded, docs, chosen[0], request.seeds[0], options, reference, ""
                         )
                     filled = True
-                    unit = measure_streams(loaded, docs, one, seed, options, reference, key, tick)
+                    unit = measure_streams(loaded, part, one, seed, options, reference, key, tick)
                 elif spec.kind == "generate":
-                    unit = measure_prompts(loaded, docs, one, seed, options, key, tick)
+                    unit = measure_prompts(loaded, part, one, seed, options, key, tick)
                 else:
                     from .lm_tasks import TaskRunner
 
                     if runner is None:
-                        runner = TaskRunner(
-                            spec.task, request.data_dir, record.settings["documents"] or None
-                        )
+                        runner = TaskRunner(spec.task, request.data_dir, number)
                     unit = runner.measure(loaded, one, seed, options, key)
                     tick(unit.record.documents)
                 store.save(unit)
     return outcome
-
-
-def _documents(docs: Any, record: TaskRecord) -> int:
-    return len(docs) if docs is not None else int(record.settings.get("documents") or 0)
 
 
 def _data_digest(spec: TaskSpec, request: Request) -> str:
@@ -470,18 +485,18 @@ def run(plan: Plan, quiet: bool = False) -> RunRecord:
                 stack.enter_context(tempfile.TemporaryDirectory(prefix="replayssm-eval-"))
             )
         folder.mkdir(parents=True, exist_ok=True)
-        total = 0
-        for arms in plan.arms.values():
-            for one in arms or reference_arms(1):
-                total += sum(plan.documents) * len(_seeds(one, request.seeds))
+        total = sum(
+            (documents_for(plan, spec, one) or 0) * len(_seeds(one, request.seeds))
+            for arms in plan.arms.values()
+            for one in arms or reference_arms(1)
+            for spec in plan.specs
+        )
         jobs = _jobs(request)
-        if jobs > 1:
-            bar = _Bar(total, quiet)
-            outcomes = _in_processes(plan, folder, jobs, bar)
-        else:
-            bar = _Bar(total, quiet)
-            outcomes = [run_model(plan, i, folder, bar) for i in range(len(request.models))]
-        bar.close()
+        with contextlib.closing(_Bar(total, quiet)) as bar:
+            if jobs > 1:
+                outcomes = _in_processes(plan, folder, jobs, bar)
+            else:
+                outcomes = [run_model(plan, i, folder, bar) for i in range(len(request.models))]
         record = _assemble(plan, outcomes, UnitStore(folder), jobs, began)
         if request.out is not None:
             from .report import markdown

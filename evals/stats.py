@@ -288,7 +288,10 @@ def documents_needed(delta: Interval, margin: float) -> int | None:
 
 def sample_sd(values: Sequence[float]) -> float | None:
     """Standard deviation between runs (n - 1); None below two values."""
-    return float(np.std(np.asarray(values, np.float64), ddof=1)) if len(values) > 1 else None
+    x = np.asarray(values, np.float64)
+    if len(x) < 2:
+        return None
+    return float(np.std(x, ddof=1)) if np.isfinite(x).all() else math.nan
 
 
 @dataclass(frozen=True)
@@ -305,15 +308,16 @@ class Tail:
 
 
 def tail(values: ArrayLike) -> Tail:
-    """Mean, quantiles and maximum of finite values [n]; NaN or Inf anywhere makes all of them NaN
-    or Inf in turn, so that a broken token cannot hide."""
+    """Mean, quantiles and maximum of values [n]. One Inf makes mean and maximum infinite, one NaN
+    makes everything NaN: a broken token cannot hide."""
     v = np.asarray(values, np.float64).ravel()
     if not v.size:
         raise ValueError("no values to summarise")
     if np.isnan(v).any():
         nan = math.nan
         return Tail(nan, nan, nan, nan, nan, nan, v.size)
-    q = np.quantile(v, [0.5, 0.9, 0.99, 0.999])
+    between = "linear" if np.isfinite(v).all() else "higher"  # no Inf - Inf
+    q = np.quantile(v, [0.5, 0.9, 0.99, 0.999], method=between)
     return Tail(float(v.mean()), *(float(x) for x in q), float(v.max()), v.size)
 
 

@@ -34,7 +34,9 @@ class _Strict(BaseModel):
 class TaskSpec(_Strict):
     """One task of a suite. documents: how many (streams, prompts or questions). settings:
     difficulty of a local task. margin: the loss that is still accepted, of accuracy as a share, of
-    likelihood in nats a token. threshold: fp32 accuracy below which the task is not learned."""
+    likelihood in nats a token. threshold: fp32 accuracy below which the task is not learned. For
+    runs that name no format: arms (in the syntax of --arms) limits the task to those arms, and
+    per_step is the number of documents for arms that round at every step, which cost most."""
 
     task: str
     mode: Literal["stream", "generate", "lm_eval"] | None = None
@@ -42,6 +44,8 @@ class TaskSpec(_Strict):
     settings: dict[str, Any] = {}
     margin: float | None = Field(default=None, gt=0)
     threshold: float | None = None
+    arms: tuple[str, ...] | None = None
+    per_step: int | None = Field(default=None, ge=1)
 
     @property
     def local(self) -> StreamTask | None:
@@ -119,7 +123,8 @@ def load(name: str) -> Suite:
     try:
         suite = Suite.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
+        found = error.errors()
+        first = next((e for e in found if e["type"] == "extra_forbidden"), found[0])
         where = ".".join(str(p) for p in first["loc"]) or "the file"
         known = ""
         if first["type"] == "extra_forbidden":
