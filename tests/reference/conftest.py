@@ -9,6 +9,7 @@ import torch
 
 from replayssm_quant.config import StateConfig
 from replayssm_quant.formats import parse_format
+from replayssm_quant.formats.philox import request_key
 from replayssm_quant.kernels.gdn import reference as gdn
 from replayssm_quant.kernels.mamba2 import reference as mamba2
 from replayssm_quant.state.cache import StatePool
@@ -79,10 +80,14 @@ class Lab:
         g = self.geometry
         return torch.randn(g.heads, g.rows, g.n, generator=gen)
 
+    @staticmethod
+    def key(request: int) -> int:
+        return request_key(0, request)
+
     def start(self, pool: StatePool, slots: list[int], requests: list[int], prompt: int = 5):
-        """Begin requests (key = 1000 + request) with the state of ``state``, fp32 [b, H, R, N]."""
+        """Begin requests (key from ``key``) with the state of ``state``, fp32 [b, H, R, N]."""
         at = torch.tensor(slots)
-        keys = torch.tensor([1000 + r for r in requests])
+        keys = torch.tensor([self.key(r) for r in requests])
         pool.start(at, keys, torch.full((len(slots),), prompt))
         states = torch.stack([self.state(r) for r in requests])
         pool.write(0, at, states)

@@ -63,7 +63,7 @@ def test_shards_hold_the_bytes_of_the_whole(
         shard.A = lab.A[heads]
         pool = shard.pool(config, 1)
         at = torch.tensor([0])
-        pool.start(at, torch.tensor([1003]), torch.tensor([5]))
+        pool.start(at, torch.tensor([lab.key(3)]), torch.tensor([5]))
         pool.write(0, at, lab.state(3)[None, heads], head_offset=heads.start)
         ys = []
         for t in range(8):
@@ -95,7 +95,7 @@ def test_one_group_is_replicated_over_ranks(make_lab, bytes_of, equal_bytes, ran
         shard.A = lab.A[heads]
         pool = shard.pool(config, 1)
         at = torch.tensor([0])
-        pool.start(at, torch.tensor([1003]), torch.tensor([5]))
+        pool.start(at, torch.tensor([lab.key(3)]), torch.tensor([5]))
         pool.write(0, at, lab.state(3)[None, heads], head_offset=heads.start)
         for t in range(4):
             rows = pool.rows(at)
@@ -243,7 +243,7 @@ def test_rows_may_be_made_by_hand(lab):
         torch.tensor([99, 0], dtype=torch.int32),
         torch.tensor([True, False]),
         torch.tensor([-7, 6], dtype=torch.int32),
-        torch.tensor([-1, 1003]),
+        torch.tensor([-1, lab.key(3)]),
     )
     y = lab.decode(pool, rows, lab.inputs([0, 3], [0, 6]))
     other = lab.pool(lab.config("fp8", buffer_len=4), 1)

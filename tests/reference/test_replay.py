@@ -191,6 +191,25 @@ def test_same_bytes_in_any_batch(lab, bytes_of, equal_bytes, update):
     assert torch.equal(torch.stack(ys), y_alone[:, 0])
 
 
+def test_negative_zeros_do_not_depend_on_the_batch(lab, bytes_of, equal_bytes):
+    """A state of -0 and no writes, flushed beside a row with a longer window: the same bits."""
+    config, found = lab.config("fp16", "same", buffer_len=9, rounding="rn"), []
+    for company in (False, True):
+        pool = lab.pool(config, 2)
+        lab.start(pool, [0, 1], [3, 4])
+        pool.write(0, torch.tensor([0]), torch.full_like(lab.state(3)[None], -0.0))
+        if company:
+            lab.run(pool, [1], [4], 6)
+        slots = [0, 1] if company else [0]
+        rows = pool.rows(torch.tensor(slots), True)
+        inputs = list(lab.inputs([3, 4][: len(slots)], [6, 12][: len(slots)]))
+        at = 0 if lab.kind == "mamba2" else 2
+        inputs[at] = torch.zeros_like(inputs[at])
+        lab.decode(pool, rows, inputs)
+        found.append(bytes_of(pool, [0]))
+    assert equal_bytes(*found)
+
+
 @pytest.mark.parametrize("update", ["fp16", "fp8", "int8", "P4+4", "bf16"])
 def test_every_flush_and_request_draws_its_own_bits(lab, bytes_of, update):
     config = lab.config(update, buffer_len=2)
@@ -237,7 +256,7 @@ def test_buffer_of_one_is_the_per_step_baseline(lab, update, output):
     pool = lab.pool(config, 1)
     g, fmt = lab.geometry, config.update
     shape = (g.heads, g.rows, g.n)
-    key = torch.tensor([1003])
+    key = torch.tensor([lab.key(3)])
 
     def rounded(state, position):
         bits = element_bits(key, torch.tensor([position]), 0, *shape)
@@ -311,7 +330,7 @@ def test_rows_flush_at_their_own_steps(lab, phases, length):
     config = lab.config("fp32", "fp32", buffer_len=length, stagger=True)
     pool = lab.pool(config)
     seen = {i: [] for i in range(len(phases))}
-    for t in range(14):
+    for t in range(22):
         live = [i for i, p in enumerate(phases) if p <= t]
         for i in live:
             if phases[i] == t:
@@ -321,7 +340,7 @@ def test_rows_flush_at_their_own_steps(lab, phases, length):
             for i, p, v, f in zip(live, rows.position, rows.valid, rows.flush, strict=True):
                 seen[i].append((int(p), int(v), bool(f)))
     for i, got in seen.items():
-        steps = schedule(3 + i, len(got), length, first_offset(1000 + i, length))
+        steps = schedule(3 + i, len(got), length, first_offset(lab.key(i), length))
         assert got == [(s.position, s.valid, s.flush) for s in steps]
 
 
@@ -353,7 +372,9 @@ def test_slot_reuse_equals_a_fresh_slot(lab, bytes_of, equal_bytes, update, outp
     results = []
     for pool in (used, fresh):
         at = torch.tensor([0])
-        pool.start(at, torch.tensor([1003]), torch.tensor([0]))  # no prompt, so nothing to write
+        pool.start(
+            at, torch.tensor([lab.key(3)]), torch.tensor([0])
+        )  # no prompt, so nothing to write
         results.append((lab.run(pool, [0], [3], 12), bytes_of(pool, [0], "ckpt")))
     assert torch.equal(results[0][0], results[1][0]) and results[0][0].isfinite().all()
     assert equal_bytes(results[0][1], results[1][1])
@@ -366,7 +387,7 @@ def test_every_buffer_is_written(lab, update, output):
     pool = lab.pool(config, 1)
     pool.pages[0][:] = 0xFF
     at = torch.tensor([0])
-    pool.start(at, torch.tensor([1003]), torch.tensor([5]), clear=False)
+    pool.start(at, torch.tensor([lab.key(3)]), torch.tensor([5]), clear=False)
     pool.write(0, at, lab.state(3)[None])
     lab.run(pool, [0], [3], 3)
     assert read_checkpoint(pool.views[0], config, at).isfinite().all()
