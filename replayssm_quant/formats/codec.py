@@ -69,23 +69,31 @@ def float_codes(
     to nearest even, else stochastically; ``up`` rounds magnitudes up.
     """
     m, emin = element.mantissa, element.emin
+    drop = 23 - m
     mag = x.abs().clamp(max=element.max)
-    field = mag.view(torch.int32)
-    if element.name == "bf16":  # the top half of fp32: round in the integer, subnormals included
-        if rand is not None:
-            field = field + ((rand << 8) + 128 if bits == 8 else rand)
+    # scaled by this power of two, the fp32 bits of a magnitude are its code and then the bits that
+    # rounding drops, in the subnormal range too
+    align = 2.0 ** (-126 - emin)
+    if rand is not None:
+        field = (mag * align).view(torch.int32)
+        if bits == 8:
+            step = (rand << (drop - 8)) + (1 << (drop - 9))
+        elif drop >= 17:
+            step = (rand << (drop - 16)) + (1 << (drop - 17))
         else:
-            field = field + 0x7FFF + ((field >> 16) & 1)
-        code = (field >> 16).clamp(max=element.max_magnitude_code)
+            step = rand >> (16 - drop)  # floor(fraction + (rand + 0.5) / 2**16) in whole steps
+        code = (field + step) >> drop
+    elif up:
+        code = ((mag * align).view(torch.int32) + ((1 << drop) - 1)) >> drop
+        code = code.maximum((mag > 0).to(torch.int32))  # the product may vanish, the scale must not
+    elif element.name == "bf16":
+        field = mag.view(torch.int32)
+        code = (field + 0x7FFF + ((field >> 16) & 1)) >> 16
     else:
-        exp = ((field >> 23) - 127).clamp(min=emin)
-        steps = mag * ((m - exp + 127) << 23).view(torch.float32)  # exact: a power of two
-        if rand is not None:
-            steps = _floor_stochastic(steps, rand, bits)
-        else:
-            steps = torch.ceil(steps) if up else torch.round(steps)
-        steps = torch.where(steps.isfinite(), steps, 0.0).to(torch.int32)
-        code = (((exp - emin) << m) + steps).clamp(max=element.max_magnitude_code)
+        exp = ((mag.view(torch.int32) >> 23) - 127).clamp(min=emin)
+        steps = torch.round(mag * ((m - exp + 127) << 23).view(torch.float32))  # a power of two
+        code = ((exp - emin) << m) + torch.where(steps.isfinite(), steps, 0.0).to(torch.int32)
+    code = code.clamp(max=element.max_magnitude_code)
     nan_code = {"fp16": 0x7E00, "bf16": 0x7FC0, "e4m3": 0x7F, "e5m2": 0x7F}.get(element.name)
     code = torch.where(x.isnan(), nan_code if nan_code is not None else 0, code)
     sign = (x.view(torch.int32) < 0).to(torch.int32) << (element.bits - 1)
