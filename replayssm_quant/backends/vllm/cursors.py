@@ -99,6 +99,13 @@ class SlotCursors:
         blocks int [b]: block of each row, ``NULL_BLOCK`` for padding. seq_lens int [b]: tokens with
         the one of this step. keys int64 [b]: keys of the requests, if the engine shows them.
         """
+        if blocks.is_cuda:
+            from .cursor_kernel import decode_rows
+
+            decode_rows(
+                out, blocks, seq_lens, self.base, self.key, keys, self.buffer_len, self.stagger
+            )
+            return
         blocks = blocks.long()
         key, valid, flush = self._plan(blocks, seq_lens - 1 - self.base[blocks], keys)
         live = blocks != NULL_BLOCK

@@ -44,9 +44,6 @@ class SplitQwenGatedDeltaNet(SplitLayer, stock.QwenGatedDeltaNetAttention):
     def get_attn_backend(self) -> Any:
         return super().get_attn_backend() if self.page is None else SplitGDNBackend
 
-    def get_prefill_checkpoint_alignment(self) -> int | None:
-        return super().get_prefill_checkpoint_alignment() if self.page is None else None
-
     def _warmup_prefill_kernels(self, *args: Any, **kwargs: Any) -> None:
         self._warming_up = True
         try:
@@ -62,9 +59,12 @@ class SplitQwenGatedDeltaNet(SplitLayer, stock.QwenGatedDeltaNetAttention):
         core_attn_out: torch.Tensor,
     ) -> None:
         md = self.metadata()
-        if self.page is None or (md is None and not current_platform.is_cpu()):
+        if self.page is None:
             return super()._forward_core(mixed_qkv, b, a, core_attn_out)
-        if md is None or md.num_actual_tokens == 0:
+        if md is None:
+            self.reserve(mixed_qkv.device)
+            if not current_platform.is_cpu():
+                super()._forward_core(mixed_qkv, b, a, core_attn_out)
             return None
         assert isinstance(md, SplitGDNMetadata)
         d, total = md.num_decode_tokens, md.num_actual_tokens
@@ -99,23 +99,28 @@ class SplitQwenGatedDeltaNet(SplitLayer, stock.QwenGatedDeltaNetAttention):
         out: torch.Tensor,
     ) -> None:
         """One token a row through the split state."""
-        q, k, v = self.heads(qkv)
-        g, beta = gates(a, b, self.A_log, self.dt_bias)
         rows = md.decode_rows
         assert rows is not None
-        y = ops.gdn_decode(
-            self.views,
-            self.config,
-            rows,
-            q,
-            k,
-            v,
-            g,
-            beta,
-            layer=self.layer,
-            head_offset=self.head_offset,
-        )
-        out.copy_(y)
+        where = {"layer": self.layer, "head_offset": self.head_offset}
+        if qkv.is_cuda:  # norms and gates belong to the step's first kernel
+            from ...kernels.gdn.triton_ops import decode_packed
+
+            decode_packed(
+                self.views,
+                self.config,
+                rows,
+                qkv,
+                a,
+                b,
+                self.A_log,
+                self.dt_bias,
+                out=out,
+                **where,
+            )
+            return
+        q, k, v = self.heads(qkv)
+        g, beta = gates(a, b, self.A_log, self.dt_bias)
+        out.copy_(ops.gdn_decode(self.views, self.config, rows, q, k, v, g, beta, **where))
 
     def before(self, md: SplitGDNMetadata, has_initial: torch.Tensor) -> torch.Tensor:
         """fp32 states [prefills, HV, V, K] that the prefill rows start from, rings folded in."""
@@ -230,7 +235,9 @@ def _convolution_cpu(
         "silu_activation": layer.activation == "silu",
         "is_weight_packed": True,
     }
-    x, d, p = x.contiguous(), md.num_decodes, md.num_prefills
+    # a clone also where there is one token, whose row is contiguous with any stride
+    x = x.clone(memory_format=torch.contiguous_format)
+    d, p = md.num_decodes, md.num_prefills
     y = x[:0]
     if d > 0:
         y = cpu._causal_conv1d_update_cpu(x=x[:decode], conv_state_indices=blocks[:d], **common)

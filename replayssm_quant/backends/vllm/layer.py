@@ -55,6 +55,8 @@ class SplitLayer:
             )
         self.geometry, self.act_dtype = local, model.dtype
         self.head_offset = get_tensor_model_parallel_rank() * local.heads
+        scheduler = vllm_config.scheduler_config
+        self.max_prefills = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         self.configs = options.layer_configs(model.hf_config, str(model.model))
         self.config = self.configs[self.layer]
         self.page = self.make_page(self.config)
@@ -85,6 +87,15 @@ class SplitLayer:
         super().bind_kv_cache(kv_cache)
         if self.page is not None:
             self.views = self.page.views(self.kv_cache[1])
+
+    def reserve(self, device: torch.device) -> None:
+        """Allocate once what the largest prefill needs, so that vLLM's profile run counts it.
+
+        fp32 states after a prefill of every request at once, and two more while they are rotated.
+        """
+        g = self.geometry
+        shape = (3, self.max_prefills, g.heads, g.rows, g.n)
+        torch.empty(shape, dtype=torch.float32, device=device)
 
     def metadata(self) -> Any:
         """This layer's attention metadata; None in a profile run."""

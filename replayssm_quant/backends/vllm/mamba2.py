@@ -55,6 +55,8 @@ class SplitMambaMixer2(SplitLayer, MambaMixer2):
     def conv_ssm_forward(self, projected_states: torch.Tensor, output: torch.Tensor) -> Any:
         md = self.metadata()
         if self.page is None or md is None:
+            if self.page is not None:
+                self.reserve(projected_states.device)
             return super().conv_ssm_forward(projected_states, output)
         assert isinstance(md, SplitMamba2Metadata)
         xbc, dt = torch.split(
@@ -128,6 +130,7 @@ class SplitMambaMixer2(SplitLayer, MambaMixer2):
             out=out.unflatten(-1, (self.geometry.heads, self.geometry.rows)),
             state_dtype=torch.float32,
         )
+        del before
         ops.store_state(
             self.views, self.config, rows, after, layer=self.layer, head_offset=self.head_offset
         )

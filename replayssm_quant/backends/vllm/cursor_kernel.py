@@ -1,0 +1,64 @@
+"""``SlotCursors.decode`` as one launch. Reference: the torch code beside it."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ...state.cache import StepRows
+
+_BLOCK = 128
+
+
+@triton.jit
+def _decode_rows_kernel(
+    block_ptr, len_ptr, base_ptr, slot_key_ptr, request_key_ptr,
+    slots_ptr, valid_ptr, flush_ptr, position_ptr, key_ptr,  # the rows
+    block_stride, count,
+    L: tl.constexpr, STAGGER: tl.constexpr, REQUESTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = row < count
+    block = tl.load(block_ptr + row.to(tl.int64) * block_stride, mask=ok, other=0).to(tl.int64)
+    tokens = tl.load(len_ptr + row, mask=ok, other=0).to(tl.int32)
+    live = block != 0  # block 0 is padding
+    if REQUESTS:
+        key = tl.load(request_key_ptr + row, mask=ok, other=0)
+    else:
+        key = tl.load(slot_key_ptr + block, mask=ok, other=0)
+    steps = tl.maximum(tokens - 1 - tl.load(base_ptr + block, mask=ok, other=0), 0)
+    first = tl.full([BLOCK], L, tl.int32)
+    if STAGGER:
+        first -= (((key >> 17) & 0xFFFFFFFF) % L).to(tl.int32)
+    valid = tl.where(steps < first, steps, tl.maximum(steps - first, 0) % L)
+    flush = tl.where(steps < first, steps + 1 == first, valid + 1 == L)
+    tl.store(slots_ptr + row, tl.where(live, block, -1), mask=ok)
+    tl.store(valid_ptr + row, tl.where(live, valid, 0), mask=ok)
+    tl.store(flush_ptr + row, (flush & live).to(tl.uint8), mask=ok)
+    tl.store(position_ptr + row, tokens, mask=ok)
+    tl.store(key_ptr + row, key, mask=ok)
+
+
+def decode_rows(
+    out: StepRows,
+    blocks: torch.Tensor,
+    seq_lens: torch.Tensor,
+    base: torch.Tensor,
+    slot_keys: torch.Tensor,
+    request_keys: torch.Tensor | None,
+    buffer_len: int,
+    stagger: bool,
+) -> None:
+    """Fill ``out`` from blocks int [b] (any stride) and contiguous seq_lens int [b]."""
+    count = blocks.shape[0]
+    if count == 0:
+        return
+    _decode_rows_kernel[(triton.cdiv(count, _BLOCK),)](
+        blocks, seq_lens, base, slot_keys,
+        slot_keys if request_keys is None else request_keys,
+        out.slots, out.valid, out.flush.view(torch.uint8), out.position, out.key,
+        blocks.stride(0), count,
+        L=buffer_len, STAGGER=stagger, REQUESTS=request_keys is not None, BLOCK=_BLOCK,
+        num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,79 @@
+"""Engines run in the interpreter that VLLM_PYTHON names; without it those tests are skipped."""
+
+import json
+import os
+import random
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replayssm_quant.backends.vllm.generate import environment, plugin_site
+from replayssm_quant.models import shipped
+
+WORKER = Path(__file__).with_name("worker.py")
+CPU = {
+    "OMP_NUM_THREADS": "1",  # vLLM's own thread binding spins when the cores are shared
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    path = os.environ.get("VLLM_PYTHON", "")
+    if not path:
+        pytest.skip("needs VLLM_PYTHON: an interpreter with vLLM 0.32 or 0.33 (its CPU build does)")
+    return path
+
+
+@pytest.fixture(scope="session")
+def run_worker(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """run_worker(job) -> result: scenarios (a list), or ``"signatures"``."""
+    folder = tmp_path_factory.mktemp("vllm")
+    site = plugin_site(folder / "site")
+
+    def run(job: Any, **env: str) -> Any:
+        path = folder / "signatures"
+        if not isinstance(job, str):
+            path = folder / "job.json"
+            path.write_text(json.dumps(job))
+        out = folder / "out.json"
+        out.unlink(missing_ok=True)
+        extra = {**CPU, "VLLM_CACHE_ROOT": str(folder / "cache"), **env}
+        done = subprocess.run(
+            [vllm_python, str(WORKER), str(path), str(out)],
+            cwd=folder,
+            env=environment(site, extra),
+            capture_output=True,
+            text=True,
+            timeout=1200,
+        )
+        assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+        return json.loads(out.read_text())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def tiny_models() -> dict[str, Path]:
+    """Shipped models by model type."""
+    found = {}
+    for folder in shipped().values():
+        found[json.loads((folder / "config.json").read_text())["model_type"]] = folder
+    return found
+
+
+@pytest.fixture(scope="session")
+def excerpt() -> Any:
+    """excerpt(n, i): n bytes of held-out text as token ids, the i-th sample."""
+    folder = Path(__file__).resolve().parents[2] / "evals" / "tasks" / "data"
+    text = next(iter(sorted(folder.glob("*.txt")))).read_bytes()
+
+    def take(n: int, i: int = 0) -> list[int]:
+        start = random.Random(f"{n}/{i}").randrange(len(text) - n)
+        return list(text[start : start + n])
+
+    return take

@@ -1,0 +1,122 @@
+"""Refusals before anything is loaded, the version gate, and the default of prefix caching."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from replayssm_quant.backends.vllm.checks import (
+    ANY_VERSION,
+    check,
+    turn_off_prefix_caching,
+    version_problem,
+)
+from replayssm_quant.backends.vllm.options import KEY
+
+HF = {
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "M-M*",
+    "hidden_size": 64,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "n_groups": 1,
+}
+
+
+def config(architecture: str = "NemotronHForCausalLM", **changes: object) -> SimpleNamespace:
+    """What ``check`` reads of a VllmConfig; changes as ``part__name=value``."""
+    made = SimpleNamespace(
+        additional_config={KEY: {"recipe": "auto"}},
+        model_config=SimpleNamespace(architecture=architecture, hf_config=HF, model="m"),
+        cache_config=SimpleNamespace(
+            enable_prefix_caching=False, use_replayssm=False, kv_offloading_size=None
+        ),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            enable_dbo=False,
+            use_ubatching=False,
+        ),
+        mamba_config=SimpleNamespace(enable_stochastic_rounding=False),
+        speculative_config=None,
+        kv_transfer_config=None,
+    )
+    for path, value in changes.items():
+        *parents, name = path.split("__")
+        owner = made
+        for part in parents:
+            owner = getattr(owner, part)
+        setattr(owner, name, value)
+    return made
+
+
+def test_a_plain_configuration_passes() -> None:
+    options = check(config())
+    assert options is not None and options.recipe == "auto"
+
+
+def test_without_the_option_nothing_is_checked() -> None:
+    asked = config("LlamaForCausalLM", speculative_config=object(), additional_config={})
+    assert check(asked, "too old") is None
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        ({"speculative_config": object()}, "--speculative-config"),
+        ({"kv_transfer_config": object()}, "--kv-transfer-config"),
+        ({"cache_config__kv_offloading_size": 4.0}, "--kv-offloading-size"),
+        ({"cache_config__use_replayssm": True}, "--use-replayssm"),
+        ({"cache_config__enable_prefix_caching": True}, "--no-enable-prefix-caching"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "prefill_context_parallel_size"),
+        ({"parallel_config__enable_dbo": True}, "--enable-dbo"),
+        ({"parallel_config__use_ubatching": True}, "--enable-dbo"),
+        ({"mamba_config__enable_stochastic_rounding": True}, "stochastic-rounding"),
+        ({"model_config__architecture": "LlamaForCausalLM"}, "does not support LlamaForCausalLM"),
+        ({"additional_config": {KEY: {"recipe": "autos"}}}, "unknown recipe"),
+    ],
+)
+def test_refused_with_one_line(change: dict[str, object], remedy: str) -> None:
+    with pytest.raises(ValueError, match=remedy) as found:
+        check(config(**change))
+    assert "\n" not in str(found.value)
+
+
+def test_another_version_is_refused_when_the_plugin_is_asked_for() -> None:
+    with pytest.raises(ValueError, match="not 0.31"):
+        check(config(), version_problem((0, 31, 1)))
+
+
+@pytest.mark.parametrize("version", [(0, 32, 0), (0, 33, 2, "dev", "g1")])
+def test_supported_versions(version: tuple) -> None:
+    assert version_problem(version) is None
+
+
+@pytest.mark.parametrize("version", [(0, 31, 0), (0, 34, 0), (1, 0, 0), (0, 0, "dev")])
+def test_the_override_accepts_any_version(version: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ANY_VERSION, raising=False)
+    assert ANY_VERSION in str(version_problem(version))
+    monkeypatch.setenv(ANY_VERSION, "1")
+    assert version_problem(version) is None
+    monkeypatch.setenv(ANY_VERSION, "0")
+    assert version_problem(version) is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "expected", "warnings"),
+    [
+        (None, True, False, 1),
+        (None, False, None, 0),
+        (True, True, True, 0),
+        (False, True, False, 0),
+    ],
+)
+def test_prefix_caching_is_off_by_default_where_the_plugin_is_asked_for(
+    given: bool | None, asked: bool, expected: bool | None, warnings: int
+) -> None:
+    extra = {KEY: {"recipe": "auto"}} if asked else {}
+    arguments = SimpleNamespace(enable_prefix_caching=given, additional_config=extra)
+    said: list[str] = []
+    turn_off_prefix_caching(arguments, said.append)
+    assert arguments.enable_prefix_caching is expected and len(said) == warnings

@@ -1,0 +1,72 @@
+"""The page of a layer: its bytes are those of ``replayssm_quant.plan``, its fields aligned."""
+
+import pytest
+import torch
+
+from replayssm_quant.backends.vllm.page import StatePage
+from replayssm_quant.config import StateConfig
+from replayssm_quant.state.budget import budget
+from replayssm_quant.state.geometry import LayerGeometry, ModelGeometry
+from replayssm_quant.state.layout import ALIGN, StateLayout
+
+NANO = LayerGeometry("mamba2", 96, 80, 128, 8)
+QWEN = LayerGeometry("gdn", 32, 128, 128, 16)
+ODD = LayerGeometry("mamba2", 3, 20, 96, 1)
+CONFIGS = [
+    StateConfig(),
+    StateConfig.from_flags("fp16"),
+    StateConfig.from_flags("P4+8", rotate=True),
+    StateConfig.from_flags("e4m3/b32", "nvfp4", buffer_len=7),
+]
+
+
+def page(geometry: LayerGeometry, config: StateConfig, dtype: torch.dtype) -> StatePage:
+    conv = (geometry.conv_kernel - 1, geometry.conv_channels)
+    return StatePage(geometry, config, conv, dtype, dtype)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.label)
+@pytest.mark.parametrize("geometry", [NANO, QWEN, ODD], ids=["nano-4b", "qwen3.5-4b", "odd"])
+def test_bytes_are_those_of_the_plan(geometry: LayerGeometry, config: StateConfig) -> None:
+    found = page(geometry, config, torch.bfloat16)
+    plan = budget("m", ModelGeometry("m", {0: geometry}, 1), config, ring_storage="bf16")
+    layout = StateLayout(geometry, config, "bf16")
+    assert found.layout.page_bytes == layout.page_bytes
+    assert plan.layers[0].page == layout.page_bytes
+    assert plan.layers[0].conv == found.conv_bytes
+    assert found.nbytes == found.conv_bytes + found.lead + layout.page_bytes
+    assert found.nbytes % ALIGN == 0 and 0 <= found.lead < ALIGN
+    declared = zip(found.shapes, found.dtypes, strict=True)
+    total = sum(torch.Size(s).numel() * d.itemsize for s, d in declared)
+    assert total == found.nbytes
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.label)
+def test_views_of_a_strided_page_are_aligned_and_stay_inside(config: StateConfig) -> None:
+    found = page(ODD, config, torch.float32)
+    stride = found.nbytes + 3 * ALIGN  # an engine pads pages as it likes
+    memory = torch.zeros(4 * stride + ALIGN, dtype=torch.uint8)
+    start = -memory.data_ptr() % ALIGN
+    pages = memory[start : start + 4 * stride].view(4, stride)
+    state = pages[:, found.conv_bytes : found.conv_bytes + found.shapes[1][0]]
+    views = found.views(state).tensors()
+    for t in views.values():
+        assert t.data_ptr() % ALIGN == 0 and t.stride(0) * t.itemsize == stride
+        t[2].view(torch.uint8).fill_(255)
+    touched = pages.ne(0).any(1).tolist()
+    assert touched == [False, False, True, False]
+    assert not pages[2, : found.conv_bytes + found.lead].any()
+    assert not pages[2, found.nbytes :].any()
+
+
+def test_a_page_off_the_alignment_is_refused() -> None:
+    found = page(ODD, CONFIGS[1], torch.float32)
+    state = torch.zeros(2, found.shapes[1][0] + 64, dtype=torch.uint8)[:, : found.shapes[1][0]]
+    assert state.stride(0) % ALIGN
+    with pytest.raises(RuntimeError, match="--block-size"):
+        found.views(state)
+
+
+def test_an_unknown_activation_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match="float64"):
+        page(ODD, CONFIGS[0], torch.float64)
