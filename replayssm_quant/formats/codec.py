@@ -83,15 +83,13 @@ def float_codes(
         else:
             step = rand >> (16 - drop)  # floor(fraction + (rand + 0.5) / 2**16) in whole steps
         code = (field + step) >> drop
-    elif up:
-        code = ((mag * align).view(torch.int32) + ((1 << drop) - 1)) >> drop
-        code = code.maximum((mag > 0).to(torch.int32))  # the product may vanish, the scale must not
     elif element.name == "bf16":
         field = mag.view(torch.int32)
         code = (field + 0x7FFF + ((field >> 16) & 1)) >> 16
     else:
         exp = ((mag.view(torch.int32) >> 23) - 127).clamp(min=emin)
-        steps = torch.round(mag * ((m - exp + 127) << 23).view(torch.float32))  # a power of two
+        steps = mag * ((m - exp + 127) << 23).view(torch.float32)  # exact: a power of two
+        steps = torch.ceil(steps) if up else torch.round(steps)
         code = ((exp - emin) << m) + torch.where(steps.isfinite(), steps, 0.0).to(torch.int32)
     code = code.clamp(max=element.max_magnitude_code)
     nan_code = {"fp16": 0x7E00, "bf16": 0x7FC0, "e4m3": 0x7F, "e5m2": 0x7F}.get(element.name)
