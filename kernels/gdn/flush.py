@@ -1,8 +1,10 @@
 """GDN flush: fold the window into the checkpoint by the exact recurrence; the copy is never read.
 
-One program owns 16 rows of a value head (``common.planes``): their whole fold happens in registers,
-in fp32, token by token. Every correction b (v - a S k) is made from the state itself, so no
-low-precision read enters the checkpoint (``reference._fold``).
+One program owns 16 rows of a value head (``common.planes``); their whole fold happens in registers.
+Every correction b (v - a S k) is made from the checkpoint itself, so no low-precision read enters
+it. There are two ways: token by token in fp32 (``_fold_token``, the reference's own order), or for
+longer windows by four matrix products with the solved system of ``prepare`` (``_fold_dot``), whose
+operands are sums of two fp16 numbers and keep 22 bits.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import triton.language as tl
 
 from ..common.planes import PAIRS, decode_tile
 from ..common.store import encode_state
+from .prepare import halves
 
 
 @triton.jit
@@ -77,8 +80,100 @@ def _fold_ring(
 
 
 @triton.jit
+def _stack(even, odd, WIDTH: tl.constexpr):
+    """Even and odd rows [8, WIDTH] -> [16, WIDTH], the even rows first."""
+    return tl.reshape(tl.permute(tl.join(even, odd), (2, 0, 1)), (2 * PAIRS, WIDTH))
+
+
+@triton.jit
+def _unstack(x, WIDTH: tl.constexpr):
+    """The inverse of ``_stack``."""
+    return tl.split(tl.permute(tl.reshape(x, (2, PAIRS, WIDTH)), (1, 2, 0)))
+
+
+@triton.jit
+def _inverse(top):
+    return tl.where(top > 0, 1.0 / tl.where(top > 0, top, 1.0), 0.0)
+
+
+@triton.jit
+def _largest(values, P: tl.constexpr):
+    """Largest magnitude of each row of parity P, [8, 1]."""
+    top = tl.abs(values[P * 8])
+    for i in tl.static_range(1, 8):
+        top = tl.maximum(top, tl.abs(values[P * 8 + i]))
+    return tl.max(top, 1, keep_dims=True)
+
+
+@triton.jit
+def _key_plane(keys, plane, column, column_ok, K: tl.constexpr, LP: tl.constexpr):
+    """Plane number ``plane`` of the window's keys, fp16 [LP, W]."""
+    at = tl.arange(0, LP)[:, None] * K + plane * (K // 8) + column[None, :]
+    return tl.load(keys + at, mask=column_ok[None, :], other=0.0)
+
+
+@triton.jit
+def _fold_dot(
+    values, high, low, w_high, w_low, until, total, ring_v, v_now, valid, i_t, column, column_ok,
+    HV: tl.constexpr, V: tl.constexpr, K: tl.constexpr, WP: tl.constexpr, LP: tl.constexpr,
+    HALF_STATE: tl.constexpr,
+):  # fmt: skip
+    """The whole window at once: e^(G_n) U + [(v - e^G U k) W^T] k; see ``prepare``.
+
+    HALF_STATE: the checkpoint is fp16 without a scale, an exact operand as it is.
+    """
+    read = tl.zeros([2 * PAIRS, LP], tl.float32)
+    even_top = _largest(values, 0)
+    odd_top = _largest(values, 1)
+    even_scale = _inverse(even_top)
+    odd_scale = _inverse(odd_top)
+    for i in tl.static_range(8):
+        key = tl.trans(_key_plane(high, i, column, column_ok, K, LP))
+        if HALF_STATE:
+            u = _stack(values[i].to(tl.float16), values[8 + i].to(tl.float16), WP)
+        else:
+            even, even_low = halves(values[i] * even_scale)
+            odd, odd_low = halves(values[8 + i] * odd_scale)
+            u = _stack(even, odd, WP)
+            read = tl.dot(_stack(even_low, odd_low, WP), key, read)
+        read = tl.dot(u, key, read)
+        read = tl.dot(u, tl.trans(_key_plane(low, i, column, column_ok, K, LP)), read)
+    if not HALF_STATE:
+        read = read * _stack(even_top, odd_top, 1)
+    place = tl.arange(0, 2 * PAIRS)
+    row = (i_t * 2 * PAIRS + 2 * (place % PAIRS) + place // PAIRS)[:, None]
+    token = tl.arange(0, LP)[None, :]
+    v = tl.load(ring_v + token * (HV * V) + row, mask=(token < valid) & (row < V), other=0.0).to(
+        tl.float32
+    )
+    new = tl.load(v_now + row, mask=row < V, other=0.0).to(ring_v.dtype.element_ty)
+    v = tl.where(token == valid, new.to(tl.float32), v)
+    rest = v - read * tl.load(until + token)
+    top = tl.max(tl.abs(rest), 1, keep_dims=True)
+    rest, rest_low = halves(rest * _inverse(top))
+    across = tl.arange(0, LP)[:, None] + token * LP
+    w = tl.load(w_high + across)
+    update = tl.dot(rest, w)
+    update = tl.dot(rest_low, w, update)
+    update = tl.dot(rest, tl.load(w_low + across), update)
+    update, update_low = halves(update)
+    evens = ()
+    odds = ()
+    for i in tl.static_range(8):
+        key = _key_plane(high, i, column, column_ok, K, LP)
+        change = tl.dot(update, key)
+        change = tl.dot(update_low, key, change)
+        change = tl.dot(update, _key_plane(low, i, column, column_ok, K, LP), change)
+        even, odd = _unstack(change * top, WP)
+        evens = evens + (values[i] * total + even,)
+        odds = odds + (values[8 + i] * total + odd,)
+    return evens + odds
+
+
+@triton.jit
 def flush_kernel(
     list_ptr, keys_ptr, query_ptr, gate_ptr, rate_ptr, v_ptr,  # see prepare_kernel
+    high_ptr, low_key_ptr, w_high_ptr, w_low_ptr, until_ptr, total_ptr,  # with DOT
     ring_v_ptr, ring_g_ptr, ring_beta_ptr,  # at slot 0
     slot_ptr, valid_ptr, position_ptr, key_ptr, y_ptr,  # [b], y [b, HV, V]
     code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
@@ -92,6 +187,7 @@ def flush_kernel(
     COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
     UPDATE: tl.constexpr, OUTPUT: tl.constexpr, HAS_COPY: tl.constexpr,
     SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
+    DOT: tl.constexpr, LP: tl.constexpr,
 ):  # fmt: skip
     i_t, i_h = tl.program_id(0), tl.program_id(1)
     W: tl.constexpr = K // 8
@@ -110,23 +206,32 @@ def flush_kernel(
         values = decode_tile(
             pair, column, row_ok, column_ok, code, low, scales, tiles, UPDATE, V, K
         )
-        keys = keys_ptr + (i_b * HK + i_h // PER) * (L * K)
-        values = _fold_ring(
-            values,
-            keys,
-            ring_v_ptr + slot * ring_v_stride + i_h * V,
-            ring_g_ptr + slot * ring_g_stride + i_h * GW,
-            ring_beta_ptr + slot * ring_beta_stride + i_h,
-            valid, pair, column, row_ok, column_ok, HV, V, K, GW,
-        )  # fmt: skip
         head = i_b * HV + i_h
-        even, odd = _load_rows(v_ptr + i_b * v_stride + i_h * V, pair, row_ok)
-        held = ring_v_ptr.dtype.element_ty  # a flush sees what a ring would have kept
-        v = (even.to(held).to(tl.float32), odd.to(held).to(tl.float32))
-        k = _load_planes(keys + valid * K, column, column_ok, W)
-        decay = _decays(gate_ptr + head * GW, column, column_ok, W, GW)
-        values = _fold_token(values, k, decay, tl.load(rate_ptr + head), v, GW)
-        q = _load_planes(query_ptr + (i_b * HK + i_h // PER) * K, column, column_ok, W)
+        key_head = i_b * HK + i_h // PER
+        ring_v = ring_v_ptr + slot * ring_v_stride + i_h * V
+        v_now = v_ptr + i_b * v_stride + i_h * V
+        if DOT:
+            values = _fold_dot(
+                values, high_ptr + key_head * (LP * K), low_key_ptr + key_head * (LP * K),
+                w_high_ptr + head * (LP * LP), w_low_ptr + head * (LP * LP),
+                until_ptr + head * LP, tl.load(total_ptr + head), ring_v, v_now, valid, i_t,
+                column, column_ok, HV, V, K, WP, LP, UPDATE[0] == "fp16" and UPDATE[3] == "none",
+            )  # fmt: skip
+        else:
+            keys = keys_ptr + key_head * (L * K)
+            values = _fold_ring(
+                values, keys, ring_v,
+                ring_g_ptr + slot * ring_g_stride + i_h * GW,
+                ring_beta_ptr + slot * ring_beta_stride + i_h,
+                valid, pair, column, row_ok, column_ok, HV, V, K, GW,
+            )  # fmt: skip
+            even, odd = _load_rows(v_now, pair, row_ok)
+            held = ring_v_ptr.dtype.element_ty  # a flush sees what a ring would have kept
+            v = (even.to(held).to(tl.float32), odd.to(held).to(tl.float32))
+            k = _load_planes(keys + valid * K, column, column_ok, W)
+            decay = _decays(gate_ptr + head * GW, column, column_ok, W, GW)
+            values = _fold_token(values, k, decay, tl.load(rate_ptr + head), v, GW)
+        q = _load_planes(query_ptr + key_head * K, column, column_ok, W)
         for p in tl.static_range(2):
             dot = values[p * 8] * q[0]
             for e in tl.static_range(1, 8):

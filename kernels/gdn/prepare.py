@@ -3,7 +3,14 @@
 One program serves a (row, key head) and its value heads. Rows that do not flush append their input
 to the ring and push the query back through the window (``reference``): the result is one weight for
 each v and one effective query a value head. Rows that flush leave the window's keys and query,
-normalised and rotated, and the gates of the new token, for ``flush``.
+normalised and rotated, and the gates of the new token, for ``flush``; with DOT also the window's
+triangular system, solved.
+
+With cumulative log decays G_i the corrections d_i = b_i (v_i - a_i S_{i-1} k_i) of a window over a
+checkpoint U obey (I + A) d = b (v - e^G U k), A_ij = b_i e^(G_i - G_j) k_i . k_j for j < i, and the
+state after it is e^(G_n) U + sum_i e^(G_n - G_i) d_i k_i^T. So a flush needs, a value head, the
+matrix W_ij = e^(G_n - G_i) [(I + A)^-1]_ij b_j, the vector e^G and e^(G_n). No exponent is
+positive.
 """
 
 from __future__ import annotations
@@ -70,6 +77,89 @@ def _store_keys(
 
 
 @triton.jit
+def halves(x):
+    """fp32 as a sum of two fp16 numbers: 22 bits of a value near 1."""
+    high = x.to(tl.float16)
+    return high, (x - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def _gram(high, low, K: tl.constexpr, LP: tl.constexpr):
+    """k_i . k_j of LP fp16 key pairs [LP, K] at ``high`` and ``low``."""
+    token = tl.arange(0, LP)[:, None]
+    gram = tl.zeros([LP, LP], tl.float32)
+    for start in range(0, K, 32):
+        n = start + tl.arange(0, 32)[None, :]
+        h = tl.load(high + token * K + n, mask=n < K, other=0.0)
+        lo = tl.load(low + token * K + n, mask=n < K, other=0.0)
+        gram = tl.dot(h, tl.trans(h), gram)
+        gram = tl.dot(lo, tl.trans(h), gram)
+        gram = tl.dot(h, tl.trans(lo), gram)
+    return gram
+
+
+@triton.jit
+def _solve(gram, g, beta, w_high, w_low, until, total, LP: tl.constexpr):
+    """W in two fp16 halves [LP, LP], e^G [LP] and e^(G_n) of one value head, from log decays g."""
+    i, j = tl.arange(0, LP)[:, None], tl.arange(0, LP)[None, :]
+    wide = g.to(tl.float64)  # differences of long sums lose nothing
+    cum = tl.cumsum(wide, 0)
+    end = tl.sum(wide, 0)
+    gap = tl.where(i > j, cum[:, None] - cum[None, :], 0.0).to(tl.float32)  # masked before exp
+    inverse = tl.where(i > j, -gram * tl.exp(gap) * beta[:, None], 0.0)
+    for step in range(1, LP):  # row by row: row_i of the inverse from the rows above it
+        row = tl.sum(tl.where(i == step, inverse, 0.0), 0, keep_dims=True)
+        row += tl.sum(tl.trans(row) * inverse, 0, keep_dims=True)
+        inverse = tl.where(i == step, row, inverse)
+    inverse += tl.where(i == j, 1.0, 0.0)
+    since = tl.exp((end - cum).to(tl.float32))
+    high, low = halves(inverse * since[:, None] * beta[None, :])
+    tl.store(w_high + i * LP + j, high)
+    tl.store(w_low + i * LP + j, low)
+    tl.store(until + tl.arange(0, LP), tl.exp(cum.to(tl.float32)))
+    tl.store(total, tl.exp(end.to(tl.float32)))
+
+
+@triton.jit
+def _window_system(
+    k, i_b, i_k, slot, valid, sign_ptr, ring_k, ring_rk, ring_g, ring_beta, gate, rate,
+    high_ptr, low_ptr, w_high_ptr, w_low_ptr, until_ptr, total_ptr,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, PER: tl.constexpr,
+    ROTATE: tl.constexpr, LP: tl.constexpr,
+):  # fmt: skip
+    """Keys of the window (ring and the new key k [1, KP]) and the solved system of each value head.
+
+    ring_k and ring_rk point at the key head's first token, ring_g, ring_beta, gate and rate at the
+    first value head.
+    """
+    n = tl.arange(0, KP)[None, :]
+    high = high_ptr + (i_b * HK + i_k) * (LP * K)
+    low = low_ptr + (i_b * HK + i_k) * (LP * K)
+    for j in range(LP):
+        key = tl.load(ring_k + j * (HK * K), mask=(n < K) & (j < valid), other=0.0).to(tl.float32)
+        key = tl.where(j == valid, k, key * tl.load(ring_rk + j * HK, mask=j < valid, other=0.0))
+        if ROTATE:
+            key = rotate_rows(key, sign_ptr, 1, K, KP)
+        key_high, key_low = halves(key)
+        tl.store(high + j * K + n, key_high, mask=n < K)
+        tl.store(low + j * K + n, key_low, mask=n < K)
+    tl.debug_barrier()  # other lanes read what this program has just written
+    gram = _gram(high, low, K, LP)
+    token = tl.arange(0, LP)
+    old = token < valid
+    for h in range(i_k * PER, i_k * PER + PER):
+        g = tl.load(ring_g + token * HV + h, mask=old, other=0.0)
+        beta = tl.load(ring_beta + token * HV + h, mask=old, other=0.0)
+        g = tl.where(token == valid, tl.load(gate + h), g)
+        beta = tl.where(token == valid, tl.load(rate + h), beta)
+        of = i_b * HV + h
+        _solve(
+            gram, g, beta, w_high_ptr + of * (LP * LP), w_low_ptr + of * (LP * LP),
+            until_ptr + of * LP, total_ptr + of, LP,
+        )  # fmt: skip
+
+
+@triton.jit
 def keys_kernel(
     keys_ptr, sign_ptr, ring_k_ptr, ring_rk_ptr, slot_ptr, valid_ptr,
     ring_k_stride, ring_rk_stride,
@@ -96,7 +186,11 @@ def prepare_kernel(
     ring_k_ptr, ring_v_ptr, ring_g_ptr, ring_beta_ptr, ring_rk_ptr,  # at slot 0
     slot_ptr, valid_ptr, flush_ptr,  # [b]
     list_ptr,  # int32 [b + 1]: count and numbers of the rows that flush
-    keys_ptr, query_ptr, gate_ptr, rate_ptr,  # fp32 [b, HK, L, K], [b, HK, K], [b, HV, GW], [b, HV]
+    keys_ptr, query_ptr,  # fp32 [b, HK, L, K], [b, HK, K]
+    gate_ptr, rate_ptr,  # fp32 g [b, HV, GW] and beta [b, HV] of the new token
+    high_ptr, low_ptr,  # DOT: the keys in two fp16 halves [b, HK, LP, K] instead
+    w_high_ptr, w_low_ptr,  # DOT: fp16 [b, HV, LP, LP]
+    until_ptr, total_ptr,  # DOT: fp32 [b, HV, LP], [b, HV]
     c_ptr, top_ptr, w_ptr,  # effective query, its largest magnitude [b, HV], weights [b, HV, L]
     q_stride, k_stride, v_stride, g_stride, beta_stride,
     ring_k_stride, ring_v_stride, ring_g_stride, ring_beta_stride, ring_rk_stride,
@@ -104,7 +198,7 @@ def prepare_kernel(
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
     KP: tl.constexpr, VP: tl.constexpr, PER: tl.constexpr, PERP: tl.constexpr, GW: tl.constexpr,
     RAW_GATES: tl.constexpr, NEGATIVE: tl.constexpr, L2NORM: tl.constexpr, EPS: tl.constexpr,
-    ROTATE: tl.constexpr, PACKED: tl.constexpr,
+    ROTATE: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, LP: tl.constexpr,
 ):  # fmt: skip
     i_b, i_k = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if (i_b == 0) & (i_k == 0):
@@ -148,15 +242,25 @@ def prepare_kernel(
     q = q * scale
 
     if flush:
-        keys = keys_ptr + (i_b * HK + i_k) * (L * K) + n
-        _store_keys(keys, ring_k, ring_rk, sign_ptr, valid, n, HK, K, KP, ROTATE)
         if ROTATE:
-            k = rotate_rows(k, sign_ptr, 1, K, KP)
             q = rotate_rows(q, sign_ptr, 1, K, KP)
-        tl.store(keys + valid * K, k, mask=n_ok)
         tl.store(query_ptr + (i_b * HK + i_k) * K + n, q, mask=n_ok)
         tl.store(gate_ptr + i_b * (HV * GW) + gate, g, mask=gate_ok)
         tl.store(rate_ptr + i_b * HV + head, beta, mask=head_ok)
+        if DOT:
+            _window_system(
+                k, i_b, i_k, slot, valid, sign_ptr, ring_k, ring_rk,
+                ring_g_ptr + slot * ring_g_stride, ring_beta_ptr + slot * ring_beta_stride,
+                gate_ptr + i_b * HV, rate_ptr + i_b * HV,
+                high_ptr, low_ptr, w_high_ptr, w_low_ptr, until_ptr, total_ptr,
+                HK, HV, K, KP, PER, ROTATE, LP,
+            )  # fmt: skip
+        else:
+            keys = keys_ptr + (i_b * HK + i_k) * (L * K) + n
+            _store_keys(keys, ring_k, ring_rk, sign_ptr, valid, n, HK, K, KP, ROTATE)
+            if ROTATE:
+                k = rotate_rows(k, sign_ptr, 1, K, KP)
+            tl.store(keys + valid * K, k, mask=n_ok)
     else:
         tl.store(ring_k + valid * (HK * K), k_raw, mask=n_ok)
         tl.store(ring_g + valid * (HV * GW), g, mask=gate_ok)

@@ -26,6 +26,9 @@ from .reference import NORM_EPS, check_inputs
 ROWS_PER_FLUSH_PROGRAM = 8
 """Rows that one flush program takes in turn if the whole batch flushes at once."""
 
+DOT_FROM = 5
+"""Windows of at least this length fold by matrix products; shorter ones token by token."""
+
 _RING = ("ring_k", "ring_v", "ring_g", "ring_beta", "ring_rk")
 
 
@@ -129,7 +132,22 @@ def _run(
     per_key = hv // hk
     empty = torch.empty
     listed = empty(batch + 1, dtype=torch.int32, device=device)
-    keys = empty(batch, hk, length, n, device=device)
+    dot = l2norm and gate_width == 1 and length >= DOT_FROM  # fp16 halves need keys of norm 1
+    window = max(16, triton.next_power_of_2(length))
+    if dot:
+        half = {"dtype": torch.float16, "device": device}
+        system = {
+            "high": empty(batch, hk, window, n, **half),
+            "low": empty(batch, hk, window, n, **half),
+            "w_high": empty(batch, hv, window, window, **half),
+            "w_low": empty(batch, hv, window, window, **half),
+            "until": empty(batch, hv, window, device=device),
+            "total": empty(batch, hv, device=device),
+        }
+        keys = system["until"]
+    else:
+        keys = empty(batch, hk, length, n, device=device)
+        system = dict.fromkeys(("high", "low", "w_high", "w_low", "until", "total"), keys)
     query = empty(batch, hk, n, device=device)
     gate = empty(batch, hv, gate_width, device=device)
     rate = empty(batch, hv, device=device)
@@ -147,13 +165,14 @@ def _run(
         slot_ptr=rows.slots, valid_ptr=rows.valid, flush_ptr=rows.flush, list_ptr=listed,
         keys_ptr=keys, query_ptr=query, gate_ptr=gate, rate_ptr=rate,
         c_ptr=c, top_ptr=top, w_ptr=weights,
+        **{f"{name}_ptr": value for name, value in system.items()},
         q_stride=q.stride(0), k_stride=k.stride(0), v_stride=v.stride(0),
         g_stride=g.stride(0), beta_stride=beta.stride(0),
         scale=scale, batch=batch,
         KP=padded, VP=triton.next_power_of_2(width), PER=per_key,
         PERP=triton.next_power_of_2(per_key), GW=gate_width,
         RAW_GATES=A_log is not None, NEGATIVE=negative, L2NORM=l2norm, EPS=NORM_EPS,
-        ROTATE=config.rotate, PACKED=False,
+        ROTATE=config.rotate, PACKED=False, DOT=dot, LP=window,
         num_warps=1, **ring, **size,
     )  # fmt: skip
     if length > 1:
@@ -173,12 +192,13 @@ def _run(
         out.zero_()  # padding rows, which no program visits
     del ring["ring_k_ptr"], ring["ring_k_stride"], ring["ring_rk_ptr"], ring["ring_rk_stride"]
     flush_kernel[(plane_sizes["TILES"], hv, triton.cdiv(batch, ROWS_PER_FLUSH_PROGRAM))](
-        listed, keys, query, gate, rate, v,
+        listed, keys, query, gate, rate, v, *system.values(),
         slot_ptr=rows.slots, valid_ptr=rows.valid, position_ptr=rows.position, key_ptr=rows.key,
         y_ptr=out, v_stride=v.stride(0), y_stride=out.stride(0),
         layer=layer, head_offset=head_offset,
-        WP=padded // 8, PER=per_key, GW=gate_width, num_warps=launch_warps(n),
-        **ring, **planes, **size, **plane_sizes, **rounding_sizes(config),
+        WP=padded // 8, PER=per_key, GW=gate_width, DOT=dot, LP=window,
+        num_warps=launch_warps(n), num_stages=1, **ring, **planes, **size, **plane_sizes,
+        **rounding_sizes(config),
     )  # fmt: skip
 
 
