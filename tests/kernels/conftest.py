@@ -140,7 +140,7 @@ class Mamba2Case:
 
     def take(self, order: list[int]) -> Mamba2Case:
         """The same requests in another order of rows."""
-        rows = torch.tensor(order, device=DEVICE)
+        rows = torch.tensor(order, dtype=torch.int64, device=DEVICE)
         inputs = {
             name: t if name in ("A", "D", "dt_bias") else t[rows] for name, t in self.inputs.items()
         }
