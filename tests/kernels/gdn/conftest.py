@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from dataclasses import dataclass
 
 import pytest
@@ -151,10 +152,15 @@ class GdnCase:
 
     def take(self, order: list[int]) -> GdnCase:
         """The same requests in another order of rows."""
-        rows = torch.tensor(order, device=DEVICE)
+        rows = torch.tensor(order, dtype=torch.int64, device=DEVICE)
         inputs = {name: t[rows] for name, t in self.inputs.items()}
         kinds = "".join(self.kinds[i] for i in order)
         return self.twin(rows=self.rows.take(rows), inputs=inputs, kinds=kinds)
+
+    @property
+    def settings(self) -> str:
+        """The config as the operator takes it."""
+        return json.dumps(self.config.to_dict())
 
     def step(self, impl: str = "triton", **overrides: object) -> torch.Tensor:
         """Call the public op; ``overrides`` replace inputs."""
