@@ -53,6 +53,9 @@ class RoundTrip:
         self.layer, self.head_offset = layer, head_offset
         self.fast = n % 8 == 0 and config.random_bits == 8
         self.piece = max(1, PIECE // (heads * rows * n))
+        self._unit = 1.0
+        if config.update.kind == "float":
+            self._unit = 2.0 ** (23 - ELEMENTS[config.update.element].mantissa)
         device = keys.device
         if self.fast and config.uses_random_bits:
             pairs, words = -(-rows // 2), n // 8
@@ -121,7 +124,11 @@ class RoundTrip:
     # --- random bits ------------------------------------------------------------------------------
 
     def _uniform(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
-        """(r + 0.5) / 256 for each element, fp32 [b, H, R, N]; None for nearest rounding."""
+        """unit * (r + 0.5) / 256 for each element, fp32 [b, H, R, N]; None for nearest rounding.
+
+        The unit is 1 for integers; for floats it is one step of the format, counted in the last
+        places of an fp32 number.
+        """
         if not self.config.uses_random_bits:
             return None
         heads, rows, n = self.shape
@@ -129,7 +136,7 @@ class RoundTrip:
         out = torch.stack(self._philox(keys, positions), 2).to(torch.int32)
         byte = (out.view(-1, heads, pairs, 4, 1, words) >> self._shift).bitwise_and_(255)
         u = byte.to(torch.float32).view(-1, heads, 2 * pairs, n)[:, :, :rows]
-        return u.mul_(2.0**-8).add_(2.0**-9)
+        return u.mul_(self._unit * 2.0**-8).add_(self._unit * 2.0**-9)
 
     def _philox(self, keys: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
         """The four words int64 [b, H * pairs, W] (flat in the last two) of every counter."""
@@ -231,21 +238,27 @@ class RoundTrip:
         t.add_(magic).sub_(magic)
 
     def _stochastic(self, t: torch.Tensor, element: Element, u: torch.Tensor) -> None:
-        """t, at most element.max, to the value below or above in magnitude, by u in (0, 1)."""
+        """t, at most element.max, to the value below or above in magnitude, by u in (0, unit).
+
+        The codec adds u to the fp32 bits and cuts them, below the smallest normal number after
+        rounding to the last place that they have there.
+        """
         m, emin = element.mantissa, element.emin
         mag = torch.abs(t, out=self._buffer("a", t))
         ulp, inverse = self._buffer("b", t), self._buffer("c", t)
         if element.name == "bf16":  # its ulp may be no normal number: round in the integer
-            field = _bits(mag).add_(u.mul_(2.0**16).to(torch.int32))
+            field = _bits(mag).add_(u.to(torch.int32))
             field.bitwise_and_(-0x10000).clamp_(max=element.max_magnitude_code << 16)
             mag.add_(torch.sub(t, t, out=ulp))  # the integer would make a NaN finite
             torch.copysign(mag, t, out=t)
             return
         field = torch.bitwise_and(_bits(mag), _EXPONENT, out=_bits(ulp))
         field.clamp_(min=(emin + 127) << 23)
-        torch.mul(field, -1, out=_bits(inverse)).add_((254 + m) << 23)
+        # 2**(23 - exponent): places below 2**24. The sum is exact below 2**24, and above it the
+        # floor is the same however it rounds. The constant wraps in 32 bits, the result does not.
+        torch.mul(field, -1, out=_bits(inverse)).add_((277 << 23) - 2**32)
         field.sub_(m << 23)
-        mag.mul_(inverse).add_(u).floor_().mul_(ulp)
+        mag.mul_(inverse).round_().add_(u).mul_(2.0 ** (m - 23)).floor_().mul_(ulp)
         torch.copysign(mag, t, out=t)
 
 

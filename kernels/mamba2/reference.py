@@ -213,6 +213,18 @@ def load_state(
     For a prefill that continues a request: ``rows.valid`` ring inputs are folded into the
     checkpoint.
     """
+    return fold_ring(views, config, rows, A, read_checkpoint(views, config, rows.slots), compute)
+
+
+def fold_ring(
+    views: StateViews,
+    config: StateConfig,
+    rows: StepRows,
+    A: torch.Tensor,
+    checkpoint: torch.Tensor,
+    compute: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """``load_state`` for a checkpoint [b, H, P, N] that is already decoded."""
     assert views.ring_x is not None and views.ring_dt is not None and views.ring_B is not None
     length = views.ring_x.shape[1]
     old = torch.arange(length, device=rows.slots.device) < rows.valid[:, None]
@@ -221,5 +233,5 @@ def load_state(
     B = torch.where(old[..., None, None], views.ring_B[rows.slots].to(compute), 0)
     if config.rotate:
         B = rotate(B)
-    state = _fold(read_checkpoint(views, config, rows.slots).to(compute), x, dt, A.to(compute), B)
+    state = _fold(checkpoint.to(compute), x, dt, A.to(compute), B)
     return unrotate(state) if config.rotate else state
