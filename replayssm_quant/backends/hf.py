@@ -176,16 +176,16 @@ def score(
 def decode_tolerance(model: nn.Module) -> float:
     """Largest difference of stepwise and one-shot logits, relative to the largest logit.
 
-    Both compute the same sums in another order, in fp32 within the recurrence and in the model's
-    dtype around it. One layer adds about eps * sqrt(width) of relative error; a chunked scan
+    Both compute the same sums in another order: in fp32 within the recurrence, in the model's dtype
+    around it. In fp32 one layer adds about eps * sqrt(width) of relative error, and a chunked scan
     subtracts cumulative log decays up to some hundred before it exponentiates, which costs a
-    further factor of about 30 in fp32. Layers add up in quadrature; 4 is a margin.
+    further factor of about 30. In half precision sums still run in fp32 and one layer adds a few
+    roundings of its outputs, about eps each. Layers add up in quadrature; 4 is a margin.
     """
     config = model.config.get_text_config(decoder=True)
     dtype = next(model.parameters()).dtype
-    scan = 30.0 if dtype == torch.float32 else 1.0
-    eps = torch.finfo(dtype).eps
-    return 4.0 * scan * eps * (config.hidden_size * config.num_hidden_layers) ** 0.5
+    one = 30.0 * config.hidden_size**0.5 if dtype == torch.float32 else 2.0**0.5
+    return 4.0 * one * torch.finfo(dtype).eps * config.num_hidden_layers**0.5
 
 
 def _unclamped(original: Callable) -> Callable:

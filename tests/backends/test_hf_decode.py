@@ -84,7 +84,8 @@ def test_quantised_state_is_read_and_changes_logits(model, make_ids):
 def test_beam_search_equals_transformers(model, make_ids):
     ids, mask = left_padded(make_ids, [6, 3], 6)
     expected, _ = generate(model, ids, mask, 24, num_beams=3, do_sample=False)
-    with hf.split_state(model, StateConfig.from_flags("fp32", buffer_len=5)):
+    config = StateConfig.from_flags("fp32", buffer_len=5)
+    with hf.split_state(model, config, requests=["one", "two"]):  # each becomes three rows
         got, _ = generate(model, ids, mask, 24, num_beams=3, do_sample=False)
     assert torch.equal(got, expected)
 
@@ -302,6 +303,9 @@ def test_half_precision_models_ring_in_their_own_dtype(build, family, dtype, mak
     split = hf.score(model, ids, FP32, path="decode", prefill=4).float()
     # dt (Mamba-2) is bf16 in transformers' fallback and fp32 here: some ulps of the dtype apart
     assert relative(split, reference) < 32 * torch.finfo(dtype).eps
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert hf.check_decode(model, ids) < hf.decode_tolerance(model) < 0.1
 
 
 @pytest.mark.parametrize("config", ["Qwen3_5Config", "Qwen3_5MoeConfig"])
@@ -354,6 +358,9 @@ def test_second_attach_is_refused_and_leaves_the_first_intact(build, make_ids):
     ],
 )
 def test_other_models_are_refused_in_one_line(name, match):
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+
     class Model(torch.nn.Module):
         config = getattr(transformers, name)()
 

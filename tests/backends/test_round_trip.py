@@ -108,6 +108,17 @@ def test_other_settings_equal_the_codec(extra):
     assert same(got[0], expected[0]) and same(got[1], expected[1])
 
 
+@pytest.mark.parametrize("update", ["fp16", "bf16", "e4m3", "e4m3/none", "e5m2/none", "nvfp4"])
+def test_subnormal_steps_round_as_in_the_codec(update):
+    """Magnitudes spread evenly over 40 binades: many sums of a value and its random bits lie within
+    an fp32 rounding of a whole step."""
+    g = torch.Generator().manual_seed(2)
+    state = torch.exp2(40 * torch.rand(4, HEADS, 128, 128, generator=g) - 32)
+    config, keys = StateConfig.from_flags(update, "same"), torch.arange(4)
+    got, _ = round_trip.RoundTrip(config, HEADS, 128, 128, keys)(state, keys)
+    assert same(got, by_codec(state, config, keys, keys, 0, 0)[0])
+
+
 def test_odd_rows_and_lengths():
     config = StateConfig.from_flags("fp8", "same")
     keys = torch.arange(2)
