@@ -26,6 +26,9 @@ from .reference import NORM_EPS, check_inputs
 ROWS_PER_FLUSH_PROGRAM = 8
 """Rows that one flush program takes in turn if the whole batch flushes at once."""
 
+READOUT = {4: (64, 2), 8: (64, 4), 16: (64, 4), 32: (64, 4)}
+"""Bits of the readout's codes -> (rows, warps) of a readout program."""
+
 DOT_FROM = 5
 """Windows of at least this length fold by matrix products; shorter ones token by token."""
 
@@ -172,19 +175,20 @@ def _run(
         KP=padded, VP=triton.next_power_of_2(width), PER=per_key,
         PERP=triton.next_power_of_2(per_key), GW=gate_width,
         RAW_GATES=A_log is not None, NEGATIVE=negative, L2NORM=l2norm, EPS=NORM_EPS,
-        ROTATE=config.rotate, PACKED=False, DOT=dot, LP=window,
+        ROTATE=config.rotate, DOT=dot, LP=window,
         num_warps=1, **ring, **size,
     )  # fmt: skip
     if length > 1:
         names = ("copy", "copy_scale", "copy_tile")
         copy = {name + end: planes[name + end] for name in names for end in ("_ptr", "_stride")}
-        readout_kernel[(triton.cdiv(width, 64), hv, batch)](
+        block, warps = READOUT[config.readout.bits]
+        readout_kernel[(triton.cdiv(width, block), hv, batch)](
             c, top, weights,
             slot_ptr=rows.slots, valid_ptr=rows.valid, flush_ptr=rows.flush, y_ptr=out,
             y_stride=out.stride(0),
             ring_v_ptr=ring["ring_v_ptr"], ring_v_stride=ring["ring_v_stride"],
             HV=hv, K=n, V=width, L=length, LP=triton.next_power_of_2(length),
-            WP=padded // 8, BV=64, num_warps=4,
+            WP=padded // 8, ROWS=block, num_warps=warps,
             **copy,
             **{s: plane_sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES", "OUTPUT")},
         )  # fmt: skip
