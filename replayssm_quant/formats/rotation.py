@@ -28,8 +28,12 @@ def _signs(n: int) -> torch.Tensor:
     return 1.0 - 2.0 * (words & 1).to(torch.float32)
 
 
+@lru_cache(maxsize=32)
 def signs(n: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """The fixed +-1 signs, fp32 [n]."""
+    """The fixed +-1 signs, fp32 [n]; one tensor a device, not to be written to.
+
+    Copied to a GPU once, because a copy from the host cannot be captured in a CUDA graph.
+    """
     return _signs(n).to(device)
 
 
