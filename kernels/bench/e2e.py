@@ -8,6 +8,8 @@ prefill and the start of a batch do not count. Dummy weights say nothing about a
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
 import random
@@ -16,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +227,17 @@ class Engine:
                 self.process.kill()
 
 
+@contextlib.contextmanager
+def _alone(lock: str | None) -> Iterator[None]:
+    """Hold a file lock, so that benchmarks that share a GPU measure one at a time."""
+    if lock is None:
+        yield
+        return
+    with open(lock, "w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Every arm in waves; results are written after each."""
     record: dict[str, Any] = {
@@ -246,8 +259,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 for engine in wave:
                     engine.wait_ready(end)
                 for engine in wave:
-                    record["arms"][engine.name] = engine.result(end)
-                    engine.stop()
+                    with _alone(args.lock):
+                        record["arms"][engine.name] = engine.result(end)
+                        engine.stop()
                     _write(args.out, record)
                     print(_line(engine.name, record["arms"][engine.name]), flush=True)
             finally:
@@ -290,6 +304,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seconds", type=float, default=3600.0, help="for everything together")
     add("--engine", default="{}", help="more arguments of vllm.LLM, as JSON")
     add("--python", default=sys.executable, help="interpreter that has vLLM")
+    add("--lock", help="a file to lock while measuring")
     add("--logs", help="keep the engines' logs in this folder")
     add("--out", default="e2e.json")
     args = parser.parse_args(argv)

@@ -133,7 +133,7 @@ def signatures() -> dict[str, Any]:
         ours.append((requests.SplitModelState, [requests.SplitModelState]))
     except ImportError:
         pass
-    new = {"split", "make_page", "metadata", "heads", "before", "store"}
+    new = {"split", "make_page", "metadata", "heads", "before", "store", "reserve"}
     problems, checked = [], 0
     for cls, sources in ours:
         base = cls.__mro__[cls.__mro__.index(sources[-1]) + 1 :]
@@ -180,7 +180,8 @@ def main() -> None:
         except Exception as error:
             results[scenario["name"]] = {"error": f"{type(error).__name__}: {error}"}
         gc.collect()
-    out.write_text(json.dumps(results))
+        out.with_suffix(".part").write_text(json.dumps(results))
+        out.with_suffix(".part").replace(out)
 
 
 if __name__ == "__main__":

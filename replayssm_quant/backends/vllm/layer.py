@@ -19,6 +19,19 @@ from .options import parse
 from .page import StatePage
 
 
+def layer_number(prefix: str, hf_config: Any) -> int:
+    """Number of a recurrent layer in the model, as transformers counts.
+
+    vLLM names the Mamba layers of two families by numbers behind those of their attention layers.
+    """
+    number = extract_layer_index(prefix)
+    if hf_config.model_type == "falcon_h1":
+        return number - hf_config.num_hidden_layers
+    if hf_config.model_type == "zamba2":
+        return number - sum(kind == "hybrid" for kind in hf_config.layers_block_type)
+    return number
+
+
 class SplitLayer:
     """Mixed into a subclass of vLLM's layer.
 
@@ -43,7 +56,7 @@ class SplitLayer:
             raise ValueError("replayssm_quant runs on CUDA GPUs, and on CPUs by its references")
         model = vllm_config.model_config
         tp = vllm_config.parallel_config.tensor_parallel_size
-        self.layer = extract_layer_index(self.prefix)
+        self.layer = layer_number(self.prefix, model.hf_config)
         known = read_geometry(model.hf_config).layers.get(self.layer)
         if known is None or (known.heads, known.rows, known.n) != (
             local.heads * tp,
