@@ -53,11 +53,13 @@ def _code_value(
 
 @triton.jit
 def _scale(
-    amax_ptr, tile, stored_ptr, value_ptr, SIZE: tl.constexpr, SCALE: tl.constexpr,
+    amax_ptr, tile_ptr, stored_ptr, value_ptr, SIZE: tl.constexpr, SCALE: tl.constexpr,
     MAX: tl.constexpr, UP: tl.constexpr,
 ):  # fmt: skip
     i = tl.arange(0, SIZE)
-    stored, value = planes.make_scale(tl.load(amax_ptr + i), tile, SCALE, MAX, UP)
+    tile = tl.load(tile_ptr)
+    inverse = planes.reciprocal(tile)
+    stored, value = planes.make_scale(tl.load(amax_ptr + i), tile, inverse, SCALE, MAX, UP)
     tl.store(stored_ptr + i, stored)
     tl.store(value_ptr + i, value)
 
@@ -165,13 +167,13 @@ def test_scales(name: str, device: torch.device) -> None:
         amax = amax.nan_to_num(1.0, posinf=2.0).clamp(max=1e30)
     special = torch.tensor([0.0, 1e-45, 1e-38, 2.0**-100, 1.0, 448.0, 6.0, 1e30], device=device)
     amax = torch.cat((amax, special))
-    tile = 0.0
+    tile = torch.ones(1, device=device)  # unused by the others
     shaped = amax[:, None]
     if fmt.scale.has_tile_scale:
         shaped = amax.view(1, 16, size // 16)  # one tile of 16 rows
     stored, head, value = _encode_scale(shaped, fmt)
     if head is not None:
-        tile = float(head.flatten()[0])
+        tile = head.flatten()[:1].clone()
     got_stored = torch.empty(size, dtype=torch.int32, device=device)
     got_value = torch.empty(size, device=device)
     s = fmt.scale
