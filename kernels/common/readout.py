@@ -12,6 +12,7 @@ import triton.language as tl
 
 from .planes import (
     PTX,
+    as_bits,
     as_float,
     code_values,
     element_bits_of,
@@ -162,6 +163,56 @@ def load_vector(c_ptr, inverse_top, N: tl.constexpr, WP: tl.constexpr, OUTPUT: t
             for k in tl.static_range(4):
                 pairs = pairs + (half_pair(out[2 * k] * inverse_top, out[2 * k + 1] * inverse_top),)
             out = pairs
+    return out
+
+
+@triton.jit
+def store_vector(
+    c_ptr, x, inverse_top, ok, N: tl.constexpr, NP: tl.constexpr, OUTPUT: tl.constexpr
+):
+    """Store vectors x [ROWS, NP] (zero beyond N) so that ``load_stored`` reads them as they are.
+
+    c_ptr int32 [ROWS, 1]: room for N words a vector; inverse_top [ROWS, 1] as in ``load_vector``;
+    ok [ROWS, 1]. Worth it where a vector serves one head only.
+    """
+    W: tl.constexpr = N // 8
+    PATH: tl.constexpr = path_of(PTX, N, OUTPUT)
+    if PATH == "4bit" or PATH == "e4m3":
+        m = tl.arange(0, NP // 2)[None, :]
+        if PATH == "4bit":  # pairs (m, m + N / 2), the same word of all quads side by side
+            first = m
+            second = m + N // 2
+            in_plane = m % W
+            at = (m // W * 4 + in_plane % 4) * (W // 4) + in_plane // 4
+        else:  # pairs of neighbouring planes
+            first = m // W * (2 * W) + m % W
+            second = first + W
+            at = m
+        x = x * inverse_top
+        low = tl.gather(x, tl.broadcast_to(tl.minimum(first, NP - 1), [x.shape[0], NP // 2]), 1)
+        high = tl.gather(x, tl.broadcast_to(tl.minimum(second, NP - 1), [x.shape[0], NP // 2]), 1)
+        tl.store(c_ptr + at, half_pair(low, high), mask=ok & (m < N // 2))
+    else:
+        n = tl.arange(0, NP)[None, :]
+        tl.store(c_ptr + n, as_bits(x), mask=ok & (n < N))
+
+
+@triton.jit
+def load_stored(c_ptr, N: tl.constexpr, WP: tl.constexpr, OUTPUT: tl.constexpr):
+    """What ``load_vector`` returns, from the int32 words of ``store_vector``."""
+    W: tl.constexpr = N // 8
+    PATH: tl.constexpr = path_of(PTX, N, OUTPUT)
+    out = ()
+    if PATH == "4bit":
+        quad = tl.arange(0, WP // 4)
+        for k in tl.static_range(16):
+            word = tl.load(c_ptr + k * (W // 4) + quad, mask=quad < W // 4, other=0)
+            out = out + (word,)
+    else:
+        column = tl.arange(0, WP)
+        for k in tl.static_range(4 if PATH == "e4m3" else 8):
+            word = tl.load(c_ptr + k * W + column, mask=column < W, other=0)
+            out = out + (word if PATH == "e4m3" else as_float(word),)
     return out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.readout import copy_dot, load_vector
+from ..common.readout import copy_dot, load_stored
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def readout_kernel(
     )
     w = tl.load(w_ptr + head * L + token, mask=inside, other=0.0)
     top = tl.load(top_ptr + head)
-    c = load_vector(c_ptr + head * K, 1.0 / tl.where(top > 0, top, 1.0), K, WP, OUTPUT)
+    c = load_stored(c_ptr + head * K, K, WP, OUTPUT)
     out = copy_dot(
         copy_ptr + slot * copy_stride + i_h * COPY_HEAD,
         copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD,

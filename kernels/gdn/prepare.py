@@ -18,6 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..common.readout import store_vector
+
 _CHUNK = tl.constexpr(128)
 
 
@@ -191,14 +193,14 @@ def prepare_kernel(
     high_ptr, low_ptr,  # DOT: the keys in two fp16 halves [b, HK, LP, K] instead
     w_high_ptr, w_low_ptr,  # DOT: fp16 [b, HV, LP, LP]
     until_ptr, total_ptr,  # DOT: fp32 [b, HV, LP], [b, HV]
-    c_ptr, top_ptr, w_ptr,  # fp32 query [b, HV, K], its largest magnitude [b, HV], [b, HV, L]
+    c_ptr, top_ptr, w_ptr,  # query int32 [b, HV, K] (store_vector), its max [b, HV], [b, HV, L]
     q_stride, k_stride, v_stride, g_stride, beta_stride,
     ring_k_stride, ring_v_stride, ring_g_stride, ring_beta_stride, ring_rk_stride,
     scale, batch,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
     KP: tl.constexpr, VP: tl.constexpr, PER: tl.constexpr, PERP: tl.constexpr, GW: tl.constexpr,
     RAW_GATES: tl.constexpr, NEGATIVE: tl.constexpr, L2NORM: tl.constexpr, EPS: tl.constexpr,
-    ROTATE: tl.constexpr, DOT: tl.constexpr, LP: tl.constexpr,
+    ROTATE: tl.constexpr, DOT: tl.constexpr, LP: tl.constexpr, OUTPUT: tl.constexpr,
 ):  # fmt: skip
     i_b, i_k = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if (i_b == 0) & (i_k == 0):
@@ -298,5 +300,7 @@ def prepare_kernel(
             j = i
         if ROTATE:
             r = rotate_rows(r, sign_ptr, PERP, K, KP)
-        tl.store(c_ptr + row * K + n, r, mask=head_ok & n_ok)
-        tl.store(top_ptr + row, tl.max(tl.abs(r), 1, keep_dims=True), mask=head_ok)
+        top = tl.max(tl.abs(r), 1, keep_dims=True)
+        tl.store(top_ptr + row, top, mask=head_ok)
+        inverse = 1.0 / tl.where(top > 0, top, 1.0)
+        store_vector(c_ptr + row * K, r, inverse, head_ok, K, KP, OUTPUT)

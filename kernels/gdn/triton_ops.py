@@ -154,7 +154,7 @@ def _run(
     query = empty(batch, hk, n, device=device)
     gate = empty(batch, hv, gate_width, device=device)
     rate = empty(batch, hv, device=device)
-    c = empty(batch, hv, n, device=device)
+    c = empty(batch, hv, n, dtype=torch.int32, device=device)
     top = empty(batch, hv, device=device)
     weights = empty(batch, hv, length, device=device)
     ring = _ring_arguments(views)
@@ -175,7 +175,7 @@ def _run(
         KP=padded, VP=triton.next_power_of_2(width), PER=per_key,
         PERP=triton.next_power_of_2(per_key), GW=gate_width,
         RAW_GATES=A_log is not None, NEGATIVE=negative, L2NORM=l2norm, EPS=NORM_EPS,
-        ROTATE=config.rotate, DOT=dot, LP=window,
+        ROTATE=config.rotate, DOT=dot, LP=window, OUTPUT=plane_sizes["OUTPUT"],
         num_warps=1, **ring, **size,
     )  # fmt: skip
     if length > 1:
