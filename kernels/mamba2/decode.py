@@ -20,8 +20,12 @@ from ..common.store import encode_state
 
 @triton.jit
 def softplus(x):
-    """log(1 + e^x); large arguments return themselves."""
-    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+    """log(1 + e^x) to a few ulp, also where it is small; large arguments return themselves."""
+    e = tl.exp(tl.minimum(x, 20.0))
+    u = 1.0 + e  # log(u) * e / (u - 1) undoes the rounding of u
+    small = u == 1.0
+    y = tl.where(small, e, tl.log(u) * (e / tl.where(small, 1.0, u - 1.0)))
+    return tl.where(x > 20.0, x, y)
 
 
 @triton.jit
@@ -105,8 +109,8 @@ def step_kernel(
     tl.store(vector + n, C_used, mask=n < N)
     top = tl.max(tl.abs(C_used), 0)
     weights = weight_ptr + (i_b * H + first) * (LP + 1)
+    window = window_ptr + ((i_b * G + i_g) * PARTS + i_p) * (L * N)
     if flush:
-        window = window_ptr + ((i_b * G + i_g) * PARTS + i_p) * (L * N)
         for j in range(valid + 1):
             row_B = tl.load(ring_B + j * (G * N) + n, mask=(n < N) & (j < valid), other=0.0)
             row_B = tl.where(j < valid, row_B, B_now).to(tl.float32)
