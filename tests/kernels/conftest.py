@@ -209,9 +209,9 @@ def integer_codes(views: StateViews, config: StateConfig, slots: torch.Tensor) -
         if codes.dtype == torch.int32:
             code = unpack_nibbles(codes)
         elif codes.element_size() == 1:
-            code = codes.to(torch.int32)
+            code = from_page(codes).to(torch.int32)
         else:
-            code = codes.view(torch.int16).to(torch.int32) & 0xFFFF
+            code = from_page(codes).view(torch.int16).to(torch.int32) & 0xFFFF
         top = 1 << (element.bits - 1)
         magnitude = code & (top - 1)
         return torch.where(code & top != 0, -magnitude, magnitude)
@@ -268,14 +268,15 @@ def check_step(case: Mamba2Case, bounds: Bounds) -> None:
 
     flushed = case.flushed
     if flushed.numel():
+        stored = read_checkpoint(ours.views, case.config, flushed)
+        expected = read_checkpoint(exact.views, case.config, flushed)
         if case.config.update.rounds:
             a = integer_codes(ours.views, case.config, flushed)
             b = integer_codes(exact.views, case.config, flushed)
-            differ = a != b
-            assert (a - b).abs().max() <= 1
-            assert int(differ.sum()) <= max(2, bounds.flips * differ.numel())
-        stored = read_checkpoint(ours.views, case.config, flushed)
-        expected = read_checkpoint(exact.views, case.config, flushed)
+            assert int((a != b).sum()) <= max(2, bounds.flips * a.numel())
+            # a float next to zero has steps below the error of fp32 sums
+            slack = 1e-6 * expected.square().mean(-1, keepdim=True).sqrt()
+            assert (((a - b).abs() <= 1) | ((stored - expected).abs() <= slack)).all()
         assert torch.isfinite(stored).all()
         assert relative_rms(stored, expected) <= bounds.state
         assert torch.equal(read_copy(ours.views, case.config, flushed), remade_copy(ours, flushed))

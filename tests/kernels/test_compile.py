@@ -1,0 +1,103 @@
+"""Every Triton kernel compiles for Hopper and Blackwell, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+import replayssm_quant  # noqa: E402
+
+ROOT = Path(replayssm_quant.__file__).resolve().parents[1]
+SCRIPT = """
+import importlib, json, pkgutil, sys
+import torch
+torch.set_num_threads(1)
+import triton
+from replayssm_quant import ops
+from replayssm_quant.config import StateConfig
+from replayssm_quant.kernels import common, gdn, mamba2
+from replayssm_quant.kernels.bench.inspect_sass import compile_only, disassemble
+from replayssm_quant.kernels.bench.registry import OPS, Problem, call, random_state
+from replayssm_quant.state.geometry import LayerGeometry
+
+arch = int(sys.argv[1])
+found = {}
+mamba, delta = OPS["mamba2_decode"], OPS["gdn_decode"]
+flags = StateConfig.from_flags
+cases = [
+    (mamba, LayerGeometry("mamba2", 16, 64, 128, 1), flags("fp16", "nvfp4")),
+    (mamba, LayerGeometry("mamba2", 12, 80, 128, 1), flags("P4+8", rotate=True)),
+    (delta, LayerGeometry("gdn", 2, 128, 128, 1), flags("P8+4", rotate=True)),
+    (delta, LayerGeometry("gdn", 2, 192, 96, 2), flags("e4m3", "nvfp4")),
+]
+if arch == 90:  # the rest of the formats and shapes once
+    cases += [
+        (mamba, LayerGeometry("mamba2", 2, 128, 256, 1), flags("e4m3", "same")),
+        (mamba, LayerGeometry("mamba2", 2, 32, 96, 2), flags("int8", "same", rotate=True)),
+        (mamba, LayerGeometry("mamba2", 2, 64, 16, 1), flags("fp32", buffer_len=1)),
+        (mamba, LayerGeometry("mamba2", 2, 64, 64, 1), flags("fp16", "same", buffer_len=32)),
+        (mamba, LayerGeometry("mamba2", 2, 64, 128, 1), flags("bf16", "mxfp4", random_bits=16)),
+        (delta, LayerGeometry("gdn", 2, 64, 64, 1), flags("fp32")),
+    ]
+for op, geometry, config in cases:
+    problem = Problem(op, geometry, config, 2, device=torch.device("cpu"), sets=1)
+    step = problem.steps("mix")[0]
+    with compile_only(arch) as launches:
+        problem.run(step, "triton")
+        state = random_state(geometry, 2, 0, torch.device("cpu"))
+        ops.store_state(problem.views, config, step.rows, state, impl="triton")
+        if op.kind == "mamba2":
+            ops.mamba2_load(problem.views, config, step.rows, problem.weights["A"], impl="triton")
+        else:
+            ops.gdn_load(problem.views, config, step.rows, impl="triton")
+    for launch in launches:
+        m = disassemble(launch)
+        found.setdefault(launch.name, []).append([m.registers, m.spills, m.instructions])
+
+kernels = set()
+for package in (common, gdn, mamba2):
+    for info in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        module = importlib.import_module(info.name)
+        kernels |= {
+            name
+            for name, value in vars(module).items()
+            if isinstance(value, triton.runtime.jit.JITFunction) and name.endswith("_kernel")
+        }
+print(json.dumps({"found": found, "kernels": sorted(kernels)}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [90, 100])
+def test_every_kernel_compiles(arch: int, tmp_path: Path) -> None:
+    """The launches of both families' steps, stores and loads, for sm_90 and sm_100.
+
+    None may be left out, and none may spill: a spilling kernel is a slow kernel.
+    """
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(arch)], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert set(report["found"]) == set(report["kernels"])
+    for name, machines in report["found"].items():
+        for registers, spills, instructions in machines:
+            assert instructions > 20, name
+            assert spills == 0, f"{name} spills {spills} times with {registers} registers"
+
+
+def test_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from replayssm_quant.kernels.bench.inspect_sass import compile_only
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ValueError, match="TRITON_INTERPRET"), compile_only(90):
+        pass
