@@ -494,6 +494,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--quick", action="store_true", help="short passes and a small tuning grid")
     p.add_argument("--check-only", action="store_true", help="the correctness gate, no timing")
     p.add_argument("--tune", action="store_true", help="try launch configurations, print the best")
+    p.add_argument(
+        "--launch", action="append", help="with --tune: field=value,... instead of the grid"
+    )
     p.add_argument("--report", action="store_true", help="RESULTS.md and plots from --out")
     p.add_argument("--impl", choices=("reference", "triton"), help="for --check-only")
     p.add_argument("--device", help="for --check-only; CUDA where there is one")
@@ -543,7 +546,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.tune:
             from . import tune
 
-            tune.run(s, device)
+            tune.run(s, device, args.launch)
             return 0
         path = run(s, args.vllm_path, args.out, device)
     except Red as red:
