@@ -136,6 +136,7 @@ def _run(
     empty = torch.empty
     listed = empty(batch + 1, dtype=torch.int32, device=device)
     dot = l2norm and gate_width == 1 and length >= DOT_FROM  # fp16 halves need keys of norm 1
+    dot = dot and n > 64  # a plane of a key is the product's inner size, which must be 16
     window = max(16, triton.next_power_of_2(length))
     if dot:
         half = {"dtype": torch.float16, "device": device}
