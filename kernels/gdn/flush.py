@@ -79,6 +79,16 @@ def _fold_ring(
     return values
 
 
+@triton.constexpr_function
+def operand_of(fmt):
+    """How a checkpoint of this ``kernel_format`` enters a product: see ``_fold_dot``."""
+    if fmt[0] == "fp16" and fmt[3] == "none":
+        return "plain"
+    whole = fmt[0] in ("int8", "int4") and fmt[2] <= 2048.0
+    codes_are_fp16 = whole or fmt[0] in ("e4m3", "e5m2")
+    return "row" if codes_are_fp16 and fmt[3] == "row" and fmt[5] != "e8m0" else "split"
+
+
 @triton.jit
 def _stack(even, odd, WIDTH: tl.constexpr):
     """Even and odd rows [8, WIDTH] -> [16, WIDTH], the even rows first."""
@@ -114,31 +124,44 @@ def _key_plane(keys, plane, column, column_ok, K: tl.constexpr, LP: tl.constexpr
 
 @triton.jit
 def _fold_dot(
-    values, high, low, w_high, w_low, until, total, ring_v, v_now, valid, i_t, column, column_ok,
+    values, scales, high, low, w_high, w_low, until, total, ring_v, v_now, valid, i_t, pair,
+    column, column_ok,
     HV: tl.constexpr, V: tl.constexpr, K: tl.constexpr, WP: tl.constexpr, LP: tl.constexpr,
-    HALF_STATE: tl.constexpr,
+    OPERAND: tl.constexpr,
 ):  # fmt: skip
     """The whole window at once: e^(G_n) U + [(v - e^G U k) W^T] k; see ``prepare``.
 
-    HALF_STATE: the checkpoint is fp16 without a scale, an exact operand as it is.
+    OPERAND says how the checkpoint becomes fp16 numbers: "plain" if it is fp16, "row" if its codes
+    are and have one scale a row, else "split" into two, after division by the row's largest value.
     """
     read = tl.zeros([2 * PAIRS, LP], tl.float32)
-    even_top = _largest(values, 0)
-    odd_top = _largest(values, 1)
-    even_scale = _inverse(even_top)
-    odd_scale = _inverse(odd_top)
+    if OPERAND == "row":  # codes times a row scale: dividing by it gives back the codes
+        even_top = tl.load(scales + 2 * pair, mask=2 * pair < V, other=0.0).to(tl.float32)[:, None]
+        odd_top = tl.load(scales + 2 * pair + 1, mask=2 * pair + 1 < V, other=0.0)
+        odd_top = odd_top.to(tl.float32)[:, None]
+    elif OPERAND == "split":
+        even_top = _largest(values, 0)
+        odd_top = _largest(values, 1)
+    if OPERAND != "plain":
+        even_scale = _inverse(even_top)
+        odd_scale = _inverse(odd_top)
     for i in tl.static_range(8):
         key = tl.trans(_key_plane(high, i, column, column_ok, K, LP))
-        if HALF_STATE:
-            u = _stack(values[i].to(tl.float16), values[8 + i].to(tl.float16), WP)
-        else:
-            even, even_low = halves(values[i] * even_scale)
-            odd, odd_low = halves(values[8 + i] * odd_scale)
+        even = values[i]
+        odd = values[8 + i]
+        if OPERAND != "plain":
+            even = even * even_scale
+            odd = odd * odd_scale
+        if OPERAND == "split":
+            even, even_low = halves(even)
+            odd, odd_low = halves(odd)
             u = _stack(even, odd, WP)
             read = tl.dot(_stack(even_low, odd_low, WP), key, read)
+        else:
+            u = _stack(even.to(tl.float16), odd.to(tl.float16), WP)
         read = tl.dot(u, key, read)
         read = tl.dot(u, tl.trans(_key_plane(low, i, column, column_ok, K, LP)), read)
-    if not HALF_STATE:
+    if OPERAND != "plain":
         read = read * _stack(even_top, odd_top, 1)
     place = tl.arange(0, 2 * PAIRS)
     row = (i_t * 2 * PAIRS + 2 * (place % PAIRS) + place // PAIRS)[:, None]
@@ -212,10 +235,10 @@ def flush_kernel(
         v_now = v_ptr + i_b * v_stride + i_h * V
         if DOT:
             values = _fold_dot(
-                values, high_ptr + key_head * (LP * K), low_key_ptr + key_head * (LP * K),
+                values, scales, high_ptr + key_head * (LP * K), low_key_ptr + key_head * (LP * K),
                 w_high_ptr + head * (LP * LP), w_low_ptr + head * (LP * LP),
-                until_ptr + head * LP, tl.load(total_ptr + head), ring_v, v_now, valid, i_t,
-                column, column_ok, HV, V, K, WP, LP, UPDATE[0] == "fp16" and UPDATE[3] == "none",
+                until_ptr + head * LP, tl.load(total_ptr + head), ring_v, v_now, valid, i_t, pair,
+                column, column_ok, HV, V, K, WP, LP, operand_of(UPDATE),
             )  # fmt: skip
         else:
             keys = keys_ptr + key_head * (L * K)

@@ -40,39 +40,39 @@ def _windows(
     """
     s = v.shape[1]
     count = -(-(s + int(shift.max())) // chunk)
-    q, k, v, g, beta = (
-        _chunked(t, chunk, shift, count).transpose(2, 3) for t in (q, k, v, g, beta)
-    )  # [b, c, HV, L, ...]
+    q, k, v, g, beta = (_chunked(t, chunk, shift, count) for t in (q, k, v, g, beta))
+    # q and k [c, b, HV, L, K], v [c, b, HV, L, V], g and beta [c, b, HV, L]
     cum = g.cumsum(-1)
     strict = torch.ones(chunk, chunk, dtype=torch.bool, device=v.device).triu_(1)
     decay = (cum[..., :, None] - cum[..., None, :]).masked_fill_(strict, float("-inf")).exp_()
     kb = k * beta[..., None]
     system = (kb @ k.transpose(-1, -2)).mul_(decay)
     since = cum.exp()[..., None]
-    right = torch.cat([v * beta[..., None], kb * since], -1)
+    attend = (q @ k.transpose(-1, -2)).mul_(decay)
+    del decay
+    right = torch.cat([v * beta[..., None], kb.mul_(since)], -1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     U, W = solved.split([v.shape[-1], k.shape[-1]], -1)
-    attend = (q @ k.transpose(-1, -2)).mul_(decay)
-    q = q * since
-    k = k * (cum[..., -1:] - cum).exp()[..., None]
+    del right, system
+    q *= since
+    k *= (cum[..., -1:] - cum).exp()[..., None]
     keep = cum[..., -1].exp()[..., None, None]
     high, low = start if start is not None else (state, state)
     out = []
     for i in range(count):
-        exact = U[:, i] - W[:, i] @ high.transpose(-1, -2)  # corrections from the checkpoint
-        read = exact if low is high else U[:, i] - W[:, i] @ low.transpose(-1, -2)
-        y = q[:, i] @ low.transpose(-1, -2) + attend[:, i] @ read
+        exact = U[i] - W[i] @ high.transpose(-1, -2)  # corrections from the checkpoint
+        read = exact if low is high else U[i] - W[i] @ low.transpose(-1, -2)
+        y = q[i] @ low.transpose(-1, -2) + attend[i] @ read
         if low is not high:  # the flush reads the checkpoint
-            y[:, :, -1:] = q[:, i, :, -1:] @ high.transpose(-1, -2) + attend[:, i, :, -1:] @ exact
+            y[:, :, -1:] = q[i, :, :, -1:] @ high.transpose(-1, -2) + attend[i, :, :, -1:] @ exact
         out.append(y)
         if i == count - 1 and store is not None:
             break  # a text that ends here reads no further state
-        state = high * keep[:, i]
+        state = high * keep[i]
         flat = state.flatten(0, 1)
-        torch.baddbmm(flat, exact.transpose(-1, -2).flatten(0, 1), k[:, i].flatten(0, 1), out=flat)
+        torch.baddbmm(flat, exact.transpose(-1, -2).flatten(0, 1), k[i].flatten(0, 1), out=flat)
         high, low = store(state, i) if store is not None else (state, state)
-    y = torch.stack(out, 1).transpose(2, 3)
-    return _unchunked(y, shift, s), state
+    return _unchunked(torch.stack(out), shift, s), state
 
 
 def scan(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -55,6 +57,14 @@ def test_every_format(gdn_case, gdn_check, name):
     gdn_check(case.twin(), **bounds_of(config, output=2.0**-11))
 
 
+@pytest.mark.parametrize("name", ["fp32", "fp16+nvfp4", "e4m3-b32-fp16", "P4+8-rot", "P8+4-rot"])
+def test_long_windows_fold_by_products(gdn_case, gdn_check, name):
+    """Every way in which a checkpoint becomes an fp16 operand, and keys that reflect."""
+    config = dataclasses.replace(FORMATS[name], buffer_len=6)
+    case = gdn_case(gdn(1, 1, 128, 16), config, "fe", torch.float16, beta_max=2.0)
+    gdn_check(case, **bounds_of(config, output=2.0**-11))
+
+
 SHAPES = {
     "one-head": (gdn(1, 1, 64, 16), "frpe"),
     "ratio-2": (gdn(2, 4, 16, 16), "rfp"),
@@ -83,6 +93,12 @@ def test_every_window(gdn_case, gdn_check, length):
     gdn_check(gdn_case(gdn(1, 2, 16, 16), config, "fperr"), **bounds_of(config))
 
 
+@pytest.mark.parametrize("length", [5, 16, 17, 64])
+def test_every_window_of_wide_keys(gdn_case, gdn_check, length):
+    config = StateConfig.from_flags("fp32", buffer_len=length)
+    gdn_check(gdn_case(gdn(1, 1, 96, 16), config, "fe"), **bounds_of(config))
+
+
 def test_a_gate_for_each_key_channel(gdn_case, gdn_check):
     config = StateConfig.from_flags("fp32", buffer_len=4)
     gdn_check(gdn_case(gdn(1, 2, 32, 16, gate_width=32), config, "frp"), **bounds_of(config))
@@ -92,7 +108,7 @@ def test_a_gate_for_each_key_channel(gdn_case, gdn_check):
 def test_sixteen_equal_keys_at_a_reflecting_beta(gdn_case, gdn_check, kinds):
     """The corrections alternate in sign and do not shrink: the worst case of a triangular solve."""
     config = StateConfig.from_flags("fp32", buffer_len=17)
-    case = gdn_case(gdn(1, 1, 32, 16), config, kinds, decay=0.0)
+    case = gdn_case(gdn(1, 1, 128, 16), config, kinds, decay=0.0)
     views, count = case.views, int(case.rows.valid[0])
     slot = case.rows.slots[0]
     case.rows.valid.fill_(16 if kinds == "f" else 15)
@@ -111,7 +127,7 @@ def test_sixteen_equal_keys_at_a_reflecting_beta(gdn_case, gdn_check, kinds):
 @pytest.mark.parametrize("nats", [30.0, 2000.0])
 def test_decay_that_leaves_nothing(gdn_case, gdn_check, nats):
     config = StateConfig.from_flags("fp32", buffer_len=6)
-    case = gdn_case(gdn(1, 1, 16, 16), config, "frr", decay=0.0)
+    case = gdn_case(gdn(1, 1, 128, 16), config, "frr", decay=0.0)
     for i in range(3):
         case.views.ring_g[case.rows.slots[i], : int(case.rows.valid[i])] = -nats
     case.inputs["g"].fill_(-nats)
