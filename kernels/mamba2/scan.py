@@ -25,7 +25,8 @@ Record = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 def _chunked(t: torch.Tensor, chunk: int, shift: torch.Tensor, count: int) -> torch.Tensor:
-    """[b, s, ...] -> [b, count, chunk, ...]: row r moved right by shift[r] < chunk, else zeros."""
+    """[b, s, H, ...] -> contiguous [count, b, H, chunk, ...]: row r moved right by shift[r] < chunk
+    tokens, zeros around."""
     b, s = t.shape[:2]
     out = t.new_zeros(b, count * chunk, *t.shape[2:])
     if int(shift.max()) == int(shift.min()):
@@ -33,12 +34,13 @@ def _chunked(t: torch.Tensor, chunk: int, shift: torch.Tensor, count: int) -> to
     else:
         at = shift[:, None] + torch.arange(s, device=t.device)
         out[torch.arange(b, device=t.device)[:, None], at] = t
-    return out.unflatten(1, (count, chunk))
+    out = out.unflatten(1, (count, chunk)).transpose(0, 1)
+    return out.transpose(2, 3).contiguous()
 
 
 def _unchunked(t: torch.Tensor, shift: torch.Tensor, s: int) -> torch.Tensor:
-    """The inverse of ``_chunked``."""
-    t = t.flatten(1, 2)
+    """The inverse of ``_chunked``: [count, b, H, chunk, P] -> [b, s, H, P]."""
+    t = t.permute(1, 0, 3, 2, 4).flatten(1, 2)
     if int(shift.max()) == int(shift.min()):
         return t[:, int(shift[0]) : int(shift[0]) + s]
     at = shift[:, None] + torch.arange(s, device=t.device)
@@ -67,41 +69,38 @@ def _windows(
     r = heads // groups
     count = -(-(s + int(shift.max())) // chunk)
     x, dt, B, C = (_chunked(t, chunk, shift, count) for t in (x, dt, B, C))
-    cum = (dt * A).cumsum(2).unflatten(3, (groups, r))  # [b, c, L, G, r]
-    xd = (x * dt[..., None]).unflatten(3, (groups, r))  # [b, c, L, G, r, P]
-    high, low = start if start is not None else (state, state)
-    # within the window
-    cum_last = cum.permute(0, 1, 3, 4, 2)  # [b, c, G, r, L]
+    # x [c, b, H, L, P], dt [c, b, H, L], B and C [c, b, G, L, N]
+    cum = (dt * A[:, None]).cumsum(-1)
+    x *= dt[..., None]
+    # within a window
     causal = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()
-    decay = cum_last[..., :, None] - cum_last[..., None, :]
-    decay = decay.masked_fill_(~causal, float("-inf")).exp_()
-    Cg, Bg = C.transpose(2, 3), B.transpose(2, 3)  # [b, c, G, L, N]
-    weights = decay.mul_((Cg @ Bg.transpose(-1, -2))[:, :, :, None])
-    y = weights @ xd.permute(0, 1, 3, 4, 2, 5)  # [b, c, G, r, L, P]
-    # between windows
-    total = cum_last[..., -1]
-    into = xd.permute(0, 1, 3, 4, 5, 2) * (total[..., None] - cum_last).exp()[..., None, :]
-    into = into.flatten(3, 4)  # [b, c, G, r P, L]
-    since, keep = cum_last.exp(), total.exp().flatten(2)[..., None, None]
+    decay = cum[..., :, None] - cum[..., None, :]
+    decay.masked_fill_(~causal, float("-inf")).exp_()
+    decay.unflatten(2, (groups, r)).mul_((C @ B.transpose(-1, -2))[:, :, :, None])
+    y = decay @ x
+    del decay
+    # from window to window
+    since, keep = cum.exp()[..., None], cum[..., -1:, None].exp()
+    into = x.mul_((cum[..., -1:] - cum).exp()[..., None]).transpose(-1, -2)  # [c, b, H, P, L]
+    high, low = start if start is not None else (state, state)
+
+    def read(stored: torch.Tensor, C: torch.Tensor) -> torch.Tensor:
+        out = C @ stored.view(b, groups, r * p, n).transpose(-1, -2)  # [b, G, L, r P]
+        return out.unflatten(3, (r, p)).transpose(2, 3).flatten(1, 2)
+
     for i in range(count):
         # every token but the last of a window reads the copy; the flush reads the checkpoint
-        read = Cg[:, i] @ low.view(b, groups, r * p, n).transpose(-1, -2)  # [b, G, L, r P]
+        out = read(low, C[i])
         if high is not low:
-            last = Cg[:, i, :, -1:] @ high.view(b, groups, r * p, n).transpose(-1, -2)
-            read[:, :, -1:] = last
-        read = read.unflatten(3, (r, p)).transpose(2, 3)  # [b, G, r, L, P]
-        y[:, i].addcmul_(read, since[:, i][..., None])
+            out[:, :, -1:] = read(high, C[i, :, :, -1:])
+        y[i].addcmul_(out, since[i])
         if i == count - 1 and store is not None:
             break  # a text that ends here reads no further state
-        state = high * keep[:, i]
-        torch.baddbmm(
-            state.view(b * groups, r * p, n),
-            into[:, i].flatten(0, 1),
-            Bg[:, i].flatten(0, 1),
-            out=state.view(b * groups, r * p, n),
-        )
+        state = high * keep[i]
+        flat = state.view(b * groups, r * p, n)
+        moved = into[i].reshape(b * groups, r * p, chunk)
+        torch.baddbmm(flat, moved, B[i].flatten(0, 1), out=flat)
         high, low = store(state, i) if store is not None else (state, state)
-    y = y.permute(0, 1, 4, 2, 3, 5).flatten(3, 4)  # [b, c, L, H, P]
     return _unchunked(y, shift, s), state
 
 
