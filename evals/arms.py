@@ -1,8 +1,8 @@
 """Arms: the ways to store the state that one run compares. No torch here.
 
-Every run has the fp32 reference and fp32 again with another batch size (the noise floor); beside a
-candidate stands the *shared* design, one state of the same update format read and written every
-step.
+Every run has the fp32 reference, and fp32 again with another batch size and replayed from a ring,
+which is the same maths summed in another order: the noise floor. Beside a candidate stands the
+*shared* design, one state of the same update format read and written every step.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from ..state.geometry import ModelGeometry
 from ..state.layout import StateLayout, fp32_bytes
 from .schema import ArmRecord, Role, StateBytes
 
-REFERENCE, FLOOR = "fp32", "fp32-rebatched"
-FP32 = StateConfig()
+REFERENCE, FLOOR = "fp32", "fp32-again"
 
-# What a bare run shows: per-step shared states, one shared copy under replay, the split pairs.
+# What a bare run shows: states rounded to nearest at every step (fp8 by a plain cast, then with a
+# scale a row), one shared state under replay, the published pairs, the planar recipes.
 STORY: tuple[tuple[Role, str], ...] = (
-    ("shared", "fp8:same@1"),
-    ("shared", "nvfp4:same@1"),
+    ("shared", "e4m3/none:same:rn@1"),
+    ("shared", "fp8:same:rn@1"),
+    ("shared", "nvfp4:same:rn@1"),
     ("shared", "fp8:same@16"),
     ("shared", "nvfp4:same@16"),
     ("candidate", "fp16:nvfp4"),
     ("candidate", "fp8:nvfp4"),
-    ("candidate", "P4+8"),
-    ("candidate", "P8+4"),
+    ("candidate", "P4+8:rot"),
+    ("candidate", "P8+4:rot"),
 )
 
 
@@ -50,8 +51,10 @@ class Arm:
     @property
     def label(self) -> str:
         """Short name for tables."""
+        if self.role == "floor":
+            return "fp32 again"
         if self.config is None:
-            return "fp32" if self.role == "reference" else "fp32, other batch size"
+            return "fp32"
         label = self.config.label
         return f"{self.recipe} ({label})" if self.recipe else label
 
@@ -82,6 +85,8 @@ class Arm:
         """Twelve hex digits over the settings; the seed and the batch size are not part of it."""
         if self.config is None:
             return "reference000"
+        if self.role == "floor":
+            return "floor0000000"
         core: Any = _plain(self.config)
         if self.layers is not None:
             core = {str(i): _plain(c) for i, c in sorted(self.layers.items())}
@@ -119,7 +124,7 @@ class Arm:
         for index, layer in geometry.layers.items():
             plain = fp32_bytes(layer)
             fp32 += plain
-            config = self._layer(index)
+            config = None if self.role == "floor" else self._layer(index)
             if config is None:
                 stored += plain
                 moved += 2 * plain
@@ -223,11 +228,11 @@ def parse_arm(text: str, base: Mapping[str, Any] | None = None) -> StateConfig:
 
 
 def reference_arms(batch_size: int) -> list[Arm]:
-    """fp32, and fp32 again with another batch size."""
+    """fp32, and fp32 again: another batch size, replayed."""
     other = batch_size // 2 if batch_size > 1 else 2
     return [
         Arm(REFERENCE, "reference", None),
-        Arm(FLOOR, "floor", None, batch_size=other),
+        Arm(FLOOR, "floor", StateConfig(), batch_size=other),
     ]
 
 

@@ -189,7 +189,7 @@ def compare(
 ) -> Comparison:
     """One arm (its units of all rounding seeds) against the reference on one task.
 
-    kld_floor: the mean divergence of fp32 with another batch size, for the table. Raises
+    kld_floor: the mean divergence of fp32 measured again, for the table. Raises
     ResultError where prompts or documents do not match.
     """
     if not units:

@@ -180,6 +180,20 @@ def check_tasks(names: list[str], folder: Path | None, download: bool) -> None:
             )
 
 
+def _columns(path: Path) -> str:
+    """Column names of a data file, for a message."""
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet
+
+            return ", ".join(pyarrow.parquet.read_schema(path).names)
+        text = path.read_text(encoding="utf-8")
+        first = json.loads(text.splitlines()[0] if path.suffix == ".jsonl" else text)
+        return ", ".join(first[0] if isinstance(first, list) else first)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        return f"unreadable ({' '.join(str(error).split())[:80]})"
+
+
 @contextlib.contextmanager
 def _quiet_lm_eval() -> Any:
     """lm-eval and datasets say nothing below errors, and draw no progress bars."""
@@ -230,6 +244,7 @@ class TaskRunner:
             # a group around the task inherits its settings; a bare dict would replace them
             group = {"group": f"local-{name}", "task": [spec]}
             self.task = self.manager.load([group])["tasks"][name]
+        self.check()
 
     @contextlib.contextmanager
     def _readable(self) -> Any:
@@ -239,17 +254,20 @@ class TaskRunner:
         except SuiteError:
             raise
         except Exception as error:
-            columns = ""
-            with contextlib.suppress(Exception):
-                first = self.task.dataset[self.info.evaluated].column_names
-                columns = f"; its columns: {', '.join(first)}"
-            files = ", ".join(Path(f).name for fs in self.files.values() for f in fs)
-            where = f"in {files}" if files else f"from {self.info.data}"
+            columns, where = "", f"from {self.info.data}"
+            if self.files:
+                where = "in " + ", ".join(Path(f).name for fs in self.files.values() for f in fs)
+                columns = f"; its columns: {_columns(Path(self.files[self.info.evaluated][0]))}"
             line = " ".join(str(error).split())[:160]
             raise SuiteError(
                 f"task '{self.info.name}': the data {where} do not fit the task ({line}){columns}; "
                 f"give files with the columns of {self.info.data}"
             ) from None
+
+    def check(self) -> None:
+        """Build the questions once. Raises SuiteError where the data do not fit the task."""
+        with _quiet_lm_eval(), self._readable():
+            self.task.build_all_requests(limit=self.limit, rank=0, world_size=1)
 
     def measure(self, loaded: LoadedModel, one: Arm, seed: int, options: Options, key: str) -> Unit:
         """One arm and rounding seed on the task. Raises MeasureError or SuiteError."""
@@ -270,8 +288,6 @@ class TaskRunner:
                 batch_size=batch,
             )
             lm.quiet = True
-            with self._readable() if not lm.scored else contextlib.nullcontext():
-                self.task.build_all_requests(limit=self.limit, rank=0, world_size=1)
             found = simple_evaluate(
                 model=lm,
                 tasks=[self.task],

@@ -82,7 +82,7 @@ def _interval(x: IntervalRecord | None, digits: int = 1) -> str:
 
 
 def within_noise(c: Comparison) -> bool:
-    """True if the divergence is no larger than fp32's own under another batch size."""
+    """True if the divergence is no larger than fp32's own when measured again."""
     return c.kld is not None and c.kld_floor is not None and c.kld.mean <= c.kld_floor
 
 
@@ -176,9 +176,10 @@ def notes(run: RunRecord) -> list[str]:
         lines.append("\n".join(reasons))
     ring = next((b.ring_dtype for a in run.arms for b in a.bytes.values()), "bf16")
     text = (
-        "KLD: KL(fp32 || it) in nats at the scored tokens, mean over rounding seeds. Intervals "
-        "resample documents. bytes/request: checkpoint, output copy, scales and the ring of "
-        f"cached inputs (in {ring}, as run here), all recurrent layers."
+        "KLD: KL(fp32 || it) in nats at the scored tokens, mean over rounding seeds. `fp32 again`: "
+        "another batch size, replayed. Intervals resample documents. bytes/request: checkpoint, "
+        f"output copy, scales and the ring of cached inputs (in {ring}, as run here), all "
+        "recurrent layers."
     )
     if run.limited:
         text += " Limited to fewer documents than the suite has: not a result to quote."

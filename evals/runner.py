@@ -181,7 +181,8 @@ def documents_for(plan: Plan, spec: TaskSpec, one: Arm) -> int | None:
     """Documents of a task for an arm: 0 if the suite leaves the arm out, None for all there are."""
     documents = plan.documents[plan.specs.index(spec)] or None
     request = plan.request
-    if one.config is None or request.candidate is not None or request.recipe is not None:
+    basis = one.role in ("reference", "floor")
+    if basis or request.candidate is not None or request.recipe is not None:
         return documents
     if spec.arms is not None:
         listed = {arm("candidate", parse_arm(t)).digest for t in spec.arms}

@@ -32,11 +32,15 @@ class _Strict(BaseModel):
 
 
 class TaskSpec(_Strict):
-    """One task of a suite. documents: how many (streams, prompts or questions). settings:
-    difficulty of a local task. margin: the loss that is still accepted, of accuracy as a share, of
-    likelihood in nats a token. threshold: fp32 accuracy below which the task is not learned. For
-    runs that name no format: arms (in the syntax of --arms) limits the task to those arms, and
-    per_step is the number of documents for arms that round at every step, which cost most."""
+    """One task of a suite.
+
+    label: its name in tables, where a task occurs twice. documents: how many (streams, prompts or
+    questions). settings: difficulty of a local task. margin: the loss that is still accepted, of
+    accuracy as a share, of likelihood in nats a token. threshold: fp32 accuracy below which the
+    task is not learned. For runs that name no format: arms (in the syntax of --arms) limits the
+    task to those arms, and per_step is the number of documents for arms that round at every step,
+    which cost most.
+    """
 
     task: str
     mode: Literal["stream", "generate", "lm_eval"] | None = None
@@ -44,6 +48,7 @@ class TaskSpec(_Strict):
     settings: dict[str, Any] = {}
     margin: float | None = Field(default=None, gt=0)
     threshold: float | None = None
+    label: str | None = Field(default=None, pattern=r"^[\w.\-]+$")
     arms: tuple[str, ...] | None = None
     per_step: int | None = Field(default=None, ge=1)
 
@@ -61,7 +66,9 @@ class TaskSpec(_Strict):
 
     @property
     def name(self) -> str:
-        """The task's name, with its mode where that is not the usual one."""
+        """The label, else the task's name, with its mode where that is not the usual one."""
+        if self.label is not None:
+            return self.label
         plain = self.mode is None or self.mode == TaskSpec(task=self.task).kind
         return self.task if plain else f"{self.task}-{self.mode}"
 
@@ -132,8 +139,13 @@ def load(name: str) -> Suite:
             near = difflib.get_close_matches(str(first["loc"][-1]), list(fields), 1)
             known = f" (did you mean '{near[0]}'?)" if near else f" (known: {', '.join(fields)})"
         raise SuiteError(f"suite {path.name}: {where}: {first['msg']}{known}") from None
+    names = [s.name for s in suite.tasks]
     for spec in suite.tasks:
         check(spec)
+        if names.count(spec.name) > 1:
+            raise SuiteError(
+                f"suite {path.name}: task '{spec.name}' occurs twice; give one of them a label"
+            )
     return suite
 
 

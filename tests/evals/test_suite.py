@@ -32,6 +32,10 @@ def test_every_shipped_suite_loads() -> None:
             "schema: 1\nname: x\ndescription: d\ntasks: [{task: gsm8k, mode: stream}]",
             "not local",
         ),
+        (
+            "schema: 1\nname: x\ndescription: d\ntasks: [{task: text}, {task: text}]",
+            "'text' occurs twice; give one of them a label",
+        ),
     ],
 )
 def test_bad_suites_say_what_is_wrong(tmp_path, text: str, message: str) -> None:
