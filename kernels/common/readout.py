@@ -297,37 +297,39 @@ def copy_dot(
                     f1 = c1.to(tl.float32)
                 total += low.to(tl.float32) * f0 + high.to(tl.float32) * f1
             y = tl.sum(total, 1) * (top * UNIT * SHIFT)
-            return y * tile if SCALE == "e4m3" else y
-        if GRAN == "block":
-            FIRST: tl.constexpr = N // BLOCK // 4
-            word = scale_ptr.to(tl.pointer_type(tl.int32)) + row * FIRST
-            a = tl.load(word, mask=row_ok, other=0)
-            b = tl.load(word + FIRST - 1, mask=row_ok, other=0)
-            f0, f1, f2, f3 = tl.inline_asm_elementwise(
-                _scale_pairs_asm(BLOCK // W),
-                "=&r,=&r,=&r,=&r,r,r",
-                [a, b],
-                dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            if SCALE == "e4m3":
+                y = y * tile
+        else:
+            if GRAN == "block":
+                FIRST: tl.constexpr = N // BLOCK // 4
+                word = scale_ptr.to(tl.pointer_type(tl.int32)) + row * FIRST
+                a = tl.load(word, mask=row_ok, other=0)
+                b = tl.load(word + FIRST - 1, mask=row_ok, other=0)
+                f0, f1, f2, f3 = tl.inline_asm_elementwise(
+                    _scale_pairs_asm(BLOCK // W),
+                    "=&r,=&r,=&r,=&r,r,r",
+                    [a, b],
+                    dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+                    is_pure=True,
+                    pack=1,
+                )
+                f0, f1, f2, f3 = f0[:, None], f1[:, None], f2[:, None], f3[:, None]
+            else:
+                one = tl.full([1, 1], 0x3C003C00, tl.int32)
+                f0, f1, f2, f3 = one, one, one, one
+            both = tl.inline_asm_elementwise(
+                _APPLY_SCALES,
+                "=&r,r,r,r,r,r,r,r,r",
+                [s0, s1, s2, s3, f0, f1, f2, f3],
+                dtype=tl.int32,
                 is_pure=True,
                 pack=1,
             )
-            f0, f1, f2, f3 = f0[:, None], f1[:, None], f2[:, None], f3[:, None]
-        else:
-            one = tl.full([1, 1], 0x3C003C00, tl.int32)
-            f0, f1, f2, f3 = one, one, one, one
-        both = tl.inline_asm_elementwise(
-            _APPLY_SCALES,
-            "=&r,r,r,r,r,r,r,r,r",
-            [s0, s1, s2, s3, f0, f1, f2, f3],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-        y = tl.sum(half_sum(both), 1) * (top * UNIT * SHIFT)
-        if GRAN == "block":
-            y = y * tile
-        elif GRAN == "row":
-            y = y * tl.load(scale_ptr + row, mask=row_ok, other=0.0).to(tl.float32)
+            y = tl.sum(half_sum(both), 1) * (top * UNIT * SHIFT)
+            if GRAN == "block":
+                y = y * tile
+            elif GRAN == "row":
+                y = y * tl.load(scale_ptr + row, mask=row_ok, other=0.0).to(tl.float32)
         return y
     else:
         column = tl.arange(0, WP)

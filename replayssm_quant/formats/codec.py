@@ -137,7 +137,8 @@ def _encode_scale(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(stored scale, tile scale or None, fp32 scale) of the groups' largest magnitudes."""
     spec = fmt.scale
-    raw = amax / fmt.max_code
+    # tensors as divisors: by a Python number torch multiplies with its reciprocal on a GPU
+    raw = amax / torch.full_like(amax[..., :1], fmt.max_code)
     if spec.dtype == "fp32":
         s = _floored(raw)
         return s, None, s
@@ -158,7 +159,9 @@ def _encode_scale(
     tiles = -(-rows // TILE_ROWS)
     largest = torch.nn.functional.pad(amax.amax(-1), (0, tiles * TILE_ROWS - rows))
     largest = largest.unflatten(-1, (tiles, TILE_ROWS)).amax(-1)
-    tile = _floored(largest / (fmt.max_code * 448.0))  # so the largest block of a tile has 448
+    tile = _floored(
+        largest / torch.full_like(largest, fmt.max_code * 448.0)
+    )  # so the largest block of a tile has 448
     wide = _tile_rows(tile, rows)
     ratio = torch.where(wide > 0, raw / wide, 0.0)
     ratio = torch.where(wide.isnan(), 0.0, ratio)
