@@ -30,6 +30,11 @@ def vllm_python() -> str:
 
 
 @pytest.fixture(scope="session")
+def cpu_environment() -> dict[str, str]:
+    return dict(CPU)
+
+
+@pytest.fixture(scope="session")
 def run_worker(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """run_worker(job) -> result: scenarios (a list), or ``"signatures"``."""
     folder = tmp_path_factory.mktemp("vllm")

@@ -174,6 +174,94 @@ def test_split_formats_give_the_tokens_of_the_transformers_backend(
     assert_same(found, wanted, BF16_TIE if family == "gdn" else 1e-3)
 
 
+def _falcon_h1() -> Any:
+    from transformers import FalconH1Config, FalconH1ForCausalLM
+
+    sizes = {"mamba_d_ssm": 256, "mamba_n_heads": 4, "mamba_d_head": 64, "mamba_d_state": 64}
+    return FalconH1ForCausalLM(
+        FalconH1Config(**SMALL, **sizes, num_key_value_heads=1, head_dim=64, mamba_chunk_size=64)
+    )
+
+
+def _granite() -> Any:
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    sizes = {"mamba_n_heads": 4, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_chunk_size": 64}
+    return GraniteMoeHybridForCausalLM(
+        GraniteMoeHybridConfig(
+            **SMALL,
+            **sizes,
+            layer_types=["mamba", "attention"],
+            num_key_value_heads=1,
+            num_local_experts=0,
+            shared_intermediate_size=256,
+            position_embedding_type="rope",
+        )
+    )
+
+
+def _zamba2() -> Any:
+    from transformers import Zamba2Config, Zamba2ForCausalLM
+
+    return Zamba2ForCausalLM(
+        Zamba2Config(
+            **SMALL | {"num_hidden_layers": 3},
+            layers_block_type=["mamba", "hybrid", "mamba"],
+            mamba_d_state=64,
+            n_mamba_heads=4,
+            num_key_value_heads=2,
+            num_mem_blocks=1,
+            adapter_rank=8,
+            chunk_size=64,
+        )
+    )
+
+
+def _mamba2() -> Any:
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    sizes = {"num_heads": 4, "head_dim": 64, "state_size": 64, "n_groups": 1, "chunk_size": 64}
+    return Mamba2ForCausalLM(Mamba2Config(**SMALL, **sizes))
+
+
+SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+}
+FAMILIES = {"falcon_h1": _falcon_h1, "granite": _granite, "zamba2": _zamba2, "mamba2": _mamba2}
+
+
+@pytest.fixture(scope="module")
+def families(run_worker: Any, tmp_path_factory: pytest.TempPathFactory, excerpt: Any) -> Any:
+    """Random models of the families that do not ship, with and without the plugin."""
+    jobs = []
+    for name, make in FAMILIES.items():
+        torch.manual_seed(0)
+        model, folder = make().float(), tmp_path_factory.mktemp(name)
+        with torch.no_grad():  # spread the logits, so that greedy choices are no ties
+            for key, p in model.named_parameters():
+                if p.ndim >= 2 and "conv" not in key:
+                    p.normal_(0, 1.0 if "embed" in key else p.shape[-1] ** -0.5)
+        model.save_pretrained(folder)
+        s = Scenarios(folder, "float32", [excerpt(n) for n in LENGTHS])
+        s.add(name + "-stock", None)
+        s.add(name, FP32, poison=True)
+        jobs += s.jobs
+    return run_worker(jobs)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_other_families_on_an_fp32_state_are_plain_vllm(families: dict, name: str) -> None:
+    assert families[name].get("layers", 0) > 0, families[name]
+    assert_same(families[name], families[name + "-stock"])
+
+
 def test_an_unused_plugin_changes_no_token(
     run_worker: Any, tiny_models: dict, excerpt: Any
 ) -> None:

@@ -1,0 +1,113 @@
+"""The worker that runs vLLM in another interpreter: what is checked before, and what comes back."""
+
+import json
+import sys
+from importlib.metadata import Distribution
+from pathlib import Path
+
+import pytest
+
+from replayssm_quant.backends.vllm.generate import Completion, _cause, generate, plugin_site
+
+
+def test_the_site_folder_holds_the_package_and_its_entry_point(tmp_path: Path) -> None:
+    site = plugin_site(tmp_path / "site")
+    assert plugin_site(site) == site  # again
+    assert (site / "replayssm_quant" / "backends" / "vllm" / "plugin.py").is_file()
+    info = Distribution.at(site / "replayssm_quant-0.dist-info")
+    (entry,) = info.entry_points
+    assert (entry.group, entry.name) == ("vllm.general_plugins", "replayssm_quant")
+    assert callable(entry.load())
+
+
+def test_the_entry_point_is_the_one_of_the_package(tmp_path: Path) -> None:
+    import tomllib
+
+    project = Path(__file__).resolve().parents[2] / "pyproject.toml"
+    declared = tomllib.loads(project.read_text())["project"]["entry-points"]
+    info = Distribution.at(plugin_site(tmp_path) / "replayssm_quant-0.dist-info")
+    assert {e.name: e.value for e in info.entry_points} == declared["vllm.general_plugins"]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "arms", "seeds", "message"),
+    [
+        ([], {"a": None}, None, "no prompts"),
+        (["x"], {}, None, "no arms"),
+        (["x"], {"a": None}, [1, 2], "2 seeds do not pair with 1 prompts"),
+    ],
+)
+def test_unusable_arguments_are_refused(prompts, arms, seeds, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate("m", prompts, arms, seeds=seeds)
+
+
+def test_an_interpreter_without_vllm_is_named_in_the_error(tmp_path: Path) -> None:
+    python = tmp_path / "python"  # one that sees the standard library alone
+    python.write_text(f'#!/bin/sh\nexec {sys.base_prefix}/bin/python3 -S "$@"\n')
+    python.chmod(0o755)
+    with pytest.raises(RuntimeError, match=r"vLLM failed \(a\): No module named"):
+        generate("m", [[1]], {"a": None}, python=str(python))
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        ("x\nValueError: bad thing\nlater line\n", "bad thing"),
+        (
+            "pydantic_core.ValidationError: 1 validation error for VllmConfig\n"
+            "  Value error, replayssm_quant: no [type=value_error, input_value=A, input_type=B]\n"
+            "    For further information visit u\n",
+            "replayssm_quant: no",
+        ),
+        ("only this\n\n", "only this"),
+        ("", "no output"),
+    ],
+)
+def test_the_cause_is_found_in_a_log(log: str, cause: str, tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+    path.write_text(log)
+    assert _cause(path) == cause
+
+
+@pytest.mark.slow
+def test_arms_pair_up_and_differ_only_by_the_state(
+    vllm_python: str, tiny_models: dict[str, Path], cpu_environment: dict[str, str]
+) -> None:
+    arms = {"plain": None, "fp32": {"update_dtype": "fp32"}, "recipe": {"recipe": "auto"}}
+    prompts = ["import os\n\nclass ", "def f("]
+    found = generate(
+        str(tiny_models["nemotron_h"]),
+        prompts,
+        arms,
+        python=vllm_python,
+        max_tokens=24,
+        gaps=True,
+        engine={"enforce_eager": True, "max_model_len": 256, "dtype": "float32"},
+        env=cpu_environment,
+        isolate=False,
+    )
+    assert list(found) == list(arms)
+    assert [c.token_ids for c in found["plain"].completions] == [
+        c.token_ids for c in found["fp32"].completions
+    ]
+    for result in found.values():
+        assert result.vllm.startswith("0.3") and result.runner in ("v1", "v2")
+        for c in result.completions:
+            assert isinstance(c, Completion) and len(c.token_ids) == len(c.gaps) == 24 and c.text
+    json.dumps(found["recipe"].completions[0].text)
+
+
+@pytest.mark.slow
+def test_a_refusal_of_the_plugin_comes_back_as_one_line(
+    vllm_python: str, tiny_models: dict[str, Path], cpu_environment: dict[str, str]
+) -> None:
+    with pytest.raises(RuntimeError, match="did you mean 'nemotron-3'") as error:
+        generate(
+            str(tiny_models["nemotron_h"]),
+            [[1, 2]],
+            {"a": {"recipe": "nemotron3"}},
+            python=vllm_python,
+            env=cpu_environment,
+        )
+    assert "\n" not in str(error.value)
