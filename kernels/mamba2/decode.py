@@ -1,10 +1,11 @@
-"""Mamba-2 decode over a split state, one kernel. Reference: ``reference.decode_step``.
+"""Mamba-2 decode over a split state: readout and flush. Reference: ``reference.decode_step``.
 
 A program owns some heads of one group of one sequence. It first forms, once for all of them, the
-products B_j . C of the window, the decays and the weights of each head, in a small scratch; then it
-walks its heads. Rows that do not flush stream the output copy through ``common.readout``; rows that
-flush fold the ring into the checkpoint tile by tile, take y from the fp32 state, and store both
-copies. The two kinds may share a launch or have one each: the arithmetic is the same.
+decays and the weights of the window, in a small scratch that only it reads back. Rows that do not
+flush then stream the output copy through ``common.readout`` (``readout_kernel``); rows that flush
+fold the ring into the checkpoint tile by tile, take y from the fp32 state, and store both copies
+(``flush_kernel``). Flush programs are few and walk the flushing rows, so that a step in which
+hardly any row flushes does not pay for the others.
 """
 
 from __future__ import annotations
@@ -20,218 +21,280 @@ from ..common.store import encode_state
 
 @triton.jit
 def softplus(x):
-    """log(1 + e^x) to a few ulp, also where it is small; large arguments return themselves."""
-    e = tl.exp(tl.minimum(x, 20.0))
-    u = 1.0 + e  # log(u) * e / (u - 1) undoes the rounding of u
-    small = u == 1.0
-    y = tl.where(small, e, tl.log(u) * (e / tl.where(small, 1.0, u - 1.0)))
-    return tl.where(x > 20.0, x, y)
+    """log(1 + e^x); large arguments return themselves."""
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
 
 
 @triton.jit
-def step_kernel(
+def window_weights(
+    dt_ptr, A_ptr, bias_ptr, ring_dt, weights, valid, token,
+    H: tl.constexpr, LP: tl.constexpr, HEADS: tl.constexpr, HEADS_P: tl.constexpr,
+    SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """exp(a - a_j) dt_j of the window [HEADS_P, LP], and this token's dt [HEADS_P].
+
+    Pointers are at the program's first head. exp(a), the decay of the whole window, goes to
+    ``weights`` [HEADS, LP + 1], last column.
+    """
+    head = tl.arange(0, HEADS_P)
+    head_ok = head < HEADS
+    dt_now = tl.load(dt_ptr + head, mask=head_ok, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        dt_now += tl.load(bias_ptr + head, mask=head_ok, other=0.0).to(tl.float32)
+    if SOFTPLUS:
+        dt_now = softplus(dt_now)
+    old = (token < valid)[None, :] & head_ok[:, None]
+    dt = tl.load(ring_dt + token[None, :] * H + head[:, None], mask=old, other=0.0)
+    dt = tl.where((token == valid)[None, :] & head_ok[:, None], dt_now[:, None], dt)
+    decay = dt * tl.load(A_ptr + head, mask=head_ok, other=0.0).to(tl.float32)[:, None]
+    later = (token[:, None] < token[None, :]).to(tl.float32)  # sums from the newest token back
+    after = tl.sum(decay[:, None, :] * later[None, :, :], 2)
+    tl.store(weights + head * (LP + 1) + LP, tl.exp(tl.sum(decay, 1)), mask=head_ok)
+    return tl.exp(after) * dt, dt_now
+
+
+@triton.jit
+def store_weights(
+    weights, weight, valid, token, LP: tl.constexpr, HEADS: tl.constexpr, HEADS_P: tl.constexpr
+):
+    """Weights [HEADS_P, LP] of the valid tokens and this one into the scratch."""
+    head = tl.arange(0, HEADS_P)
+    at = weights + head[:, None] * (LP + 1) + token[None, :]
+    tl.store(at, weight, mask=(head < HEADS)[:, None] & (token <= valid)[None, :])
+
+
+@triton.jit
+def readout_kernel(
     # inputs, [b, ...] with a row stride each, contiguous within a row
     x_ptr, dt_ptr, B_ptr, C_ptr, z_ptr, y_ptr,
     A_ptr, D_ptr, bias_ptr, sign_ptr,  # [H] fp32, [H] or [H, P], [H], [N] fp32
-    slot_ptr, valid_ptr, flush_ptr, position_ptr, key_ptr,  # [b]
+    slot_ptr, valid_ptr, flush_ptr,  # [b]
+    ring_x_ptr, ring_dt_ptr, ring_B_ptr,
+    copy_ptr, copy_scale_ptr, copy_tile_ptr,
+    weight_ptr, vector_ptr,  # scratch [b, H, LP + 1], [b, G, parts, N] fp32
+    x_stride, dt_stride, B_stride, C_stride, z_stride, y_stride,
+    ring_x_stride, ring_dt_stride, ring_B_stride,
+    copy_stride, copy_scale_stride, copy_tile_stride,
+    H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
+    NP: tl.constexpr, WP: tl.constexpr, LP: tl.constexpr,
+    HEADS: tl.constexpr, HEADS_P: tl.constexpr, ROWS: tl.constexpr,
+    COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
+    OUTPUT: tl.constexpr, ROTATE: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    D_ROWS: tl.constexpr, HAS_Z: tl.constexpr,
+):  # fmt: skip
+    """Rows that do not flush: y from the output copy and the window; the token joins the ring.
+
+    HEADS heads a program (HEADS_P padded); D_ROWS: D is absent (0), [H] (1) or [H, P] (2).
+    """
+    i_p, i_g, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    slot = tl.load(slot_ptr + i_b).to(tl.int64)
+    first = i_g * (H // G) + i_p * HEADS  # the program's first head
+    if slot < 0:
+        for k in range(0, HEADS * R, ROWS):
+            row = k + tl.arange(0, ROWS)
+            zero = tl.zeros([ROWS], y_ptr.dtype.element_ty)
+            tl.store(y_ptr + i_b * y_stride + first * R + row, zero, mask=row < HEADS * R)
+        return
+    if tl.load(flush_ptr + i_b).to(tl.int32) != 0:
+        return
+    valid = tl.load(valid_ptr + i_b)
+    token, n = tl.arange(0, LP), tl.arange(0, NP)
+    old, now = token < valid, token == valid
+    weights = weight_ptr + (i_b * H + first) * (LP + 1)
+    ring_dt = ring_dt_ptr + slot * ring_dt_stride + first
+    weight, dt_now = window_weights(
+        dt_ptr + i_b * dt_stride + first, A_ptr + first, bias_ptr + first, ring_dt, weights,
+        valid, token, H, LP, HEADS, HEADS_P, SOFTPLUS, HAS_BIAS,
+    )  # fmt: skip
+    ring_B = ring_B_ptr + slot * ring_B_stride + i_g * N
+    B_now = tl.load(B_ptr + i_b * B_stride + i_g * N + n, mask=n < N, other=0.0)
+    B_now = B_now.to(ring_B_ptr.dtype.element_ty)
+    C = tl.load(C_ptr + i_b * C_stride + i_g * N + n, mask=n < N, other=0.0).to(tl.float32)
+    B = tl.load(
+        ring_B + token[:, None] * (G * N) + n[None, :],
+        mask=old[:, None] & (n < N)[None, :],
+        other=0.0,
+    )
+    B = tl.where(now[:, None], B_now[None, :], B).to(tl.float32)
+    weight = weight * tl.sum(B * C[None, :], 1)[None, :]
+    store_weights(weights, weight, valid, token, LP, HEADS, HEADS_P)
+    head = tl.arange(0, HEADS_P)
+    tl.store(ring_dt + valid * H + head, dt_now, mask=head < HEADS)
+    if i_p == 0:
+        tl.store(ring_B + valid * (G * N) + n, B_now, mask=n < N)
+    if ROTATE:
+        C = rotate_vector(C, sign_ptr, N, NP)
+    PARTS: tl.constexpr = H // G // HEADS
+    vector = vector_ptr + ((i_b * G + i_g) * PARTS + i_p) * N
+    tl.store(vector + n, C, mask=n < N)
+    top = tl.max(tl.abs(C), 0)
+    tl.debug_barrier()  # other threads of this program read the scratch back
+    c = load_vector(vector, 1.0 / tl.where(top > 0, top, 1.0), N, WP, OUTPUT)
+    inputs = i_b * x_stride + first * R
+    ring_x = ring_x_ptr + slot * ring_x_stride + first * R
+    for k in range(0, HEADS * R, ROWS):
+        row = k + tl.arange(0, ROWS)
+        row_ok = row < HEADS * R
+        y = copy_dot(
+            copy_ptr + slot * copy_stride + first * COPY_HEAD,
+            copy_scale_ptr + slot * copy_scale_stride + first * COPY_SCALE_HEAD,
+            copy_tile_ptr + slot * copy_tile_stride + first * TILES,
+            c, top, row, row_ok, R, N, WP, TILES, OUTPUT,
+        )  # fmt: skip
+        x = tl.load(x_ptr + inputs + row, mask=row_ok, other=0.0)
+        x = x.to(ring_x_ptr.dtype.element_ty)
+        mask = old[:, None] & row_ok[None, :]
+        past = tl.load(ring_x + token[:, None] * (H * R) + row[None, :], mask=mask, other=0)
+        past = tl.where(now[:, None], x[None, :], past).to(tl.float32)
+        if R % ROWS == 0:  # the block lies in one head
+            mine = weights + (k // R) * (LP + 1)
+            w = tl.load(mine + token, mask=old | now, other=0.0)[:, None]
+            factor = tl.load(mine + LP)
+        else:
+            mine = weights + (row // R) * (LP + 1)
+            w = tl.load(
+                mine[None, :] + token[:, None],
+                mask=(old | now)[:, None] & row_ok[None, :],
+                other=0.0,
+            )
+            factor = tl.load(mine + LP, mask=row_ok, other=0.0)
+        y = y * factor + tl.sum(w * past, 0)
+        tl.store(ring_x + valid * (H * R) + row, x, mask=row_ok)
+        finish(
+            y, i_b, first, row, row_ok, inputs,
+            x_ptr, z_ptr, y_ptr, D_ptr, ring_x_ptr, z_stride, y_stride,
+            R, D_ROWS, HAS_Z,
+        )  # fmt: skip
+
+
+@triton.jit
+def flush_kernel(
+    x_ptr, dt_ptr, B_ptr, C_ptr, z_ptr, y_ptr,
+    A_ptr, D_ptr, bias_ptr, sign_ptr,
+    slot_ptr, valid_ptr, flush_ptr, position_ptr, key_ptr,
     ring_x_ptr, ring_dt_ptr, ring_B_ptr,
     code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
-    weight_ptr, vector_ptr, window_ptr,  # scratch: see ``scratch_sizes``
+    weight_ptr, vector_ptr, window_ptr,  # scratch; the last [b, G, parts, L, N] fp32
     x_stride, dt_stride, B_stride, C_stride, z_stride, y_stride,
     ring_x_stride, ring_dt_stride, ring_B_stride,
     code_stride, low_stride, scale_stride, tile_stride,
     copy_stride, copy_scale_stride, copy_tile_stride,
-    layer, head_offset,
+    layer, head_offset, batch,
     H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
-    NP: tl.constexpr, WP: tl.constexpr, L: tl.constexpr, LP: tl.constexpr,
-    HEADS: tl.constexpr, HEADS_P: tl.constexpr, ROWS: tl.constexpr,
+    NP: tl.constexpr, WP: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, BP: tl.constexpr,
+    HEADS: tl.constexpr, HEADS_P: tl.constexpr,
     CODE_HEAD: tl.constexpr, LOW_HEAD: tl.constexpr, SCALE_HEAD: tl.constexpr,
     COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
     UPDATE: tl.constexpr, OUTPUT: tl.constexpr, HAS_COPY: tl.constexpr,
     SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
     ROTATE: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr,
     D_ROWS: tl.constexpr, HAS_Z: tl.constexpr,
-    READOUT: tl.constexpr, FLUSH: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads a program (HEADS_P padded); D_ROWS: D is absent (0), [H] (1) or [H, P] (2)."""
-    i_p, i_g, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """Rows that flush: the exact fold, y from the fp32 state, checkpoint and copy. BP >= batch.
+
+    The grid is any number of programs; each takes every grid-size-th of the units (row, group,
+    part), in an order that no result depends on.
+    """
     PARTS: tl.constexpr = H // G // HEADS
-    slot = tl.load(slot_ptr + i_b).to(tl.int64)
-    flush = tl.load(flush_ptr + i_b).to(tl.int32) != 0
-    first = i_g * (H // G) + i_p * HEADS  # the program's first head
-    if slot < 0:
-        if READOUT:
-            for k in range(0, HEADS * R, ROWS):
-                row = k + tl.arange(0, ROWS)
-                zero = tl.zeros([ROWS], y_ptr.dtype.element_ty)
-                tl.store(y_ptr + i_b * y_stride + first * R + row, zero, mask=row < HEADS * R)
-        return
-    if flush:
-        if not FLUSH:
-            return
-    else:
-        if not READOUT:
-            return
-
-    # --- once for all heads: the window's B . C, the decays and the weights -----------------------
-    valid = tl.load(valid_ptr + i_b)
-    token, n = tl.arange(0, LP), tl.arange(0, NP)
-    old, now = token < valid, token == valid
-    ring_B = ring_B_ptr + slot * ring_B_stride + i_g * N
-    B_now = tl.load(B_ptr + i_b * B_stride + i_g * N + n, mask=n < N, other=0.0)
-    B_now = B_now.to(ring_B_ptr.dtype.element_ty)
-    C = tl.load(C_ptr + i_b * C_stride + i_g * N + n, mask=n < N, other=0.0).to(tl.float32)
-    head = tl.arange(0, HEADS_P)
-    head_ok = head < HEADS
-    ring_dt = ring_dt_ptr + slot * ring_dt_stride + first
-    dt_now = tl.load(dt_ptr + i_b * dt_stride + first + head, mask=head_ok, other=0.0)
-    dt_now = dt_now.to(tl.float32)
-    if HAS_BIAS:
-        dt_now += tl.load(bias_ptr + first + head, mask=head_ok, other=0.0).to(tl.float32)
-    if SOFTPLUS:
-        dt_now = softplus(dt_now)
-    dt = tl.load(
-        ring_dt + token[None, :] * H + head[:, None],
-        mask=old[None, :] & head_ok[:, None],
-        other=0.0,
-    )
-    dt = tl.where(now[None, :] & head_ok[:, None], dt_now[:, None], dt)
-    decay = dt * tl.load(A_ptr + first + head, mask=head_ok, other=0.0)[:, None]
-    later = (token[:, None] < token[None, :]).to(tl.float32)  # sums from the newest token back
-    after = tl.sum(decay[:, None, :] * later[None, :, :], 2)
-    weight = tl.exp(after) * dt
-    base = tl.exp(tl.sum(decay, 1))
-    if ROTATE:
-        C_used = rotate_vector(C, sign_ptr, N, NP)
-    else:
-        C_used = C
-    vector = vector_ptr + ((i_b * G + i_g) * PARTS + i_p) * N
-    tl.store(vector + n, C_used, mask=n < N)
-    top = tl.max(tl.abs(C_used), 0)
-    weights = weight_ptr + (i_b * H + first) * (LP + 1)
-    window = window_ptr + ((i_b * G + i_g) * PARTS + i_p) * (L * N)
-    if flush:
+    entry = tl.arange(0, BP)
+    inside = entry < batch
+    flags = tl.load(flush_ptr + entry, mask=inside, other=0).to(tl.int32) != 0
+    flags = flags & (tl.load(slot_ptr + entry, mask=inside, other=-1) >= 0)
+    through = tl.cumsum(flags.to(tl.int32), 0)
+    units = tl.sum(flags.to(tl.int32), 0) * (G * PARTS)
+    token, n, column = tl.arange(0, LP), tl.arange(0, NP), tl.arange(0, WP)
+    column_ok = column < N // 8
+    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+        i_b = tl.sum((through <= unit // (G * PARTS)).to(tl.int32), 0).to(tl.int64)
+        i_b = tl.minimum(i_b, batch - 1)
+        i_g, i_p = (unit // PARTS) % G, unit % PARTS
+        first = i_g * (H // G) + i_p * HEADS
+        slot = tl.load(slot_ptr + i_b).to(tl.int64)
+        valid = tl.load(valid_ptr + i_b)
+        weights = weight_ptr + (i_b * H + first) * (LP + 1)
+        weight, dt_now = window_weights(
+            dt_ptr + i_b * dt_stride + first, A_ptr + first, bias_ptr + first,
+            ring_dt_ptr + slot * ring_dt_stride + first, weights,
+            valid, token, H, LP, HEADS, HEADS_P, SOFTPLUS, HAS_BIAS,
+        )  # fmt: skip
+        store_weights(weights, weight, valid, token, LP, HEADS, HEADS_P)
+        C = tl.load(C_ptr + i_b * C_stride + i_g * N + n, mask=n < N, other=0.0).to(tl.float32)
+        if ROTATE:
+            C = rotate_vector(C, sign_ptr, N, NP)
+        vector = vector_ptr + ((i_b * G + i_g) * PARTS + i_p) * N
+        tl.store(vector + n, C, mask=n < N)
+        ring_B = ring_B_ptr + slot * ring_B_stride + i_g * N
+        window = window_ptr + ((i_b * G + i_g) * PARTS + i_p) * (L * N)
         for j in range(valid + 1):
-            row_B = tl.load(ring_B + j * (G * N) + n, mask=(n < N) & (j < valid), other=0.0)
-            row_B = tl.where(j < valid, row_B, B_now).to(tl.float32)
+            past = tl.load(ring_B + j * (G * N) + n, mask=(n < N) & (j < valid), other=0.0)
+            B = B_ptr + i_b * B_stride + i_g * N + n
+            B = tl.load(B, mask=(n < N) & (j == valid), other=0.0).to(ring_B_ptr.dtype.element_ty)
+            B = tl.where(j < valid, past, B).to(tl.float32)
             if ROTATE:
-                row_B = rotate_vector(row_B, sign_ptr, N, NP)
-            tl.store(window + j * N + n, row_B, mask=n < N)
-    else:
-        B = tl.load(
-            ring_B + token[:, None] * (G * N) + n[None, :],
-            mask=old[:, None] & (n < N)[None, :],
-            other=0.0,
-        )
-        B = tl.where(now[:, None], B_now[None, :], B).to(tl.float32)
-        weight = weight * tl.sum(B * C[None, :], 1)[None, :]
-        tl.store(ring_dt + valid * H + head, dt_now, mask=head_ok)
-        if i_p == 0:
-            tl.store(ring_B + valid * (G * N) + n, B_now, mask=n < N)
-    at = weights + head[:, None] * (LP + 1) + token[None, :]
-    tl.store(at, weight, mask=head_ok[:, None] & (old | now)[None, :])
-    tl.store(weights + head * (LP + 1) + LP, base, mask=head_ok)
-    tl.debug_barrier()  # the scratch is read back by other threads of this program
-
-    inputs = i_b * x_stride + first * R
-    ring_x = ring_x_ptr + slot * ring_x_stride + first * R
-    if flush:
-        if FLUSH:
-            column = tl.arange(0, WP)
-            column_ok = column < N // 8
-            for unit in range(HEADS * TILES):
-                h, t = unit // TILES, unit % TILES
-                pair = t * PAIRS + tl.arange(0, PAIRS)
-                row_ok = (2 * pair < R, 2 * pair + 1 < R)
-                i_h = first + h
-                state = decode_tile(
-                    pair, column, row_ok, column_ok,
-                    code_ptr + slot * code_stride + i_h * CODE_HEAD,
-                    low_ptr + slot * low_stride + i_h * LOW_HEAD,
-                    scale_ptr + slot * scale_stride + i_h * SCALE_HEAD,
-                    tile_ptr + slot * tile_stride + i_h * TILES,
-                    UPDATE, R, N,
-                )  # fmt: skip
-                factor = tl.load(weights + h * (LP + 1) + LP)
-                values = ()
-                for e in tl.static_range(16):
-                    values = values + (state[e] * factor,)
-                for j in range(valid + 1):
-                    w = tl.load(weights + h * (LP + 1) + j)
-                    pushed = ()
-                    for p in tl.static_range(2):
-                        row = h * R + 2 * pair + p
-                        old_x = ring_x + j * (H * R) + row
-                        past = tl.load(old_x, mask=row_ok[p] & (j < valid), other=0.0)
-                        x = tl.load(x_ptr + inputs + row, mask=row_ok[p] & (j == valid), other=0.0)
-                        x = x.to(ring_x_ptr.dtype.element_ty)
-                        pushed = pushed + (tl.where(j < valid, past, x).to(tl.float32) * w,)
-                    added = ()
-                    for p in tl.static_range(2):
-                        for i in tl.static_range(8):
-                            b = window + j * N + i * (N // 8) + column
-                            b = tl.load(b, mask=column_ok, other=0.0)
-                            added = added + (values[p * 8 + i] + pushed[p][:, None] * b[None, :],)
-                    values = added
+                B = rotate_vector(B, sign_ptr, N, NP)
+            tl.store(window + j * N + n, B, mask=n < N)
+        tl.debug_barrier()  # other threads of this program read the scratch back
+        inputs = i_b * x_stride + first * R
+        ring_x = ring_x_ptr + slot * ring_x_stride + first * R
+        for piece in range(HEADS * TILES):
+            h, t = piece // TILES, piece % TILES
+            i_h = first + h
+            pair = t * PAIRS + tl.arange(0, PAIRS)
+            row_ok = (2 * pair < R, 2 * pair + 1 < R)
+            state = decode_tile(
+                pair, column, row_ok, column_ok,
+                code_ptr + slot * code_stride + i_h * CODE_HEAD,
+                low_ptr + slot * low_stride + i_h * LOW_HEAD,
+                scale_ptr + slot * scale_stride + i_h * SCALE_HEAD,
+                tile_ptr + slot * tile_stride + i_h * TILES,
+                UPDATE, R, N,
+            )  # fmt: skip
+            factor = tl.load(weights + h * (LP + 1) + LP)
+            values = ()
+            for e in tl.static_range(16):
+                values = values + (state[e] * factor,)
+            for j in range(valid + 1):
+                w = tl.load(weights + h * (LP + 1) + j)
+                pushed = ()
                 for p in tl.static_range(2):
-                    y = tl.zeros([PAIRS, WP], tl.float32)
+                    row = h * R + 2 * pair + p
+                    past = ring_x + j * (H * R) + row
+                    past = tl.load(past, mask=row_ok[p] & (j < valid), other=0.0)
+                    x = tl.load(x_ptr + inputs + row, mask=row_ok[p] & (j == valid), other=0.0)
+                    x = x.to(ring_x_ptr.dtype.element_ty)
+                    pushed = pushed + (tl.where(j < valid, past, x).to(tl.float32) * w,)
+                rows_B = ()
+                for i in tl.static_range(8):
+                    b = window + j * N + i * (N // 8) + column
+                    rows_B = rows_B + (tl.load(b, mask=column_ok, other=0.0),)
+                added = ()
+                for p in tl.static_range(2):
                     for i in tl.static_range(8):
-                        c = tl.load(vector + i * (N // 8) + column, mask=column_ok, other=0.0)
-                        y += values[p * 8 + i] * c[None, :]
-                    finish(
-                        tl.sum(y, 1), i_b, first, h * R + 2 * pair + p, row_ok[p], inputs,
-                        x_ptr, z_ptr, y_ptr, D_ptr, ring_x_ptr, z_stride, y_stride,
-                        R, D_ROWS, HAS_Z,
-                    )  # fmt: skip
-                encode_state(
-                    values, tl.load(key_ptr + i_b), tl.load(position_ptr + i_b), layer,
-                    i_h + head_offset, pair, column, row_ok, column_ok,
-                    code_ptr + slot * code_stride + i_h * CODE_HEAD,
-                    low_ptr + slot * low_stride + i_h * LOW_HEAD,
-                    scale_ptr + slot * scale_stride + i_h * SCALE_HEAD,
-                    tile_ptr + slot * tile_stride + i_h * TILES,
-                    copy_ptr + slot * copy_stride + i_h * COPY_HEAD,
-                    copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD,
-                    copy_tile_ptr + slot * copy_tile_stride + i_h * TILES,
-                    UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, R, N,
-                )  # fmt: skip
-    else:
-        if READOUT:
-            safe = tl.where(top > 0, top, 1.0)
-            c = load_vector(vector, 1.0 / safe, N, WP, OUTPUT)
-            for k in range(0, HEADS * R, ROWS):
-                row = k + tl.arange(0, ROWS)
-                row_ok = row < HEADS * R
-                y = copy_dot(
-                    copy_ptr + slot * copy_stride + first * COPY_HEAD,
-                    copy_scale_ptr + slot * copy_scale_stride + first * COPY_SCALE_HEAD,
-                    copy_tile_ptr + slot * copy_tile_stride + first * TILES,
-                    c, top, row, row_ok, R, N, WP, TILES, OUTPUT,
-                )  # fmt: skip
-                x = tl.load(x_ptr + inputs + row, mask=row_ok, other=0.0)
-                x = x.to(ring_x_ptr.dtype.element_ty)
-                mask = old[:, None] & row_ok[None, :]
-                past = tl.load(ring_x + token[:, None] * (H * R) + row[None, :], mask=mask, other=0)
-                past = tl.where(now[:, None], x[None, :], past).to(tl.float32)
-                if R % ROWS == 0:  # the block lies in one head
-                    mine = weights + (k // R) * (LP + 1)
-                    w = tl.load(mine + token, mask=old | now, other=0.0)[:, None]
-                    factor = tl.load(mine + LP)
-                else:
-                    mine = weights + (row // R) * (LP + 1)
-                    w = tl.load(
-                        mine[None, :] + token[:, None],
-                        mask=(old | now)[:, None] & row_ok[None, :],
-                        other=0.0,
-                    )
-                    factor = tl.load(mine + LP, mask=row_ok, other=0.0)
-                y = y * factor + tl.sum(w * past, 0)
-                tl.store(ring_x + valid * (H * R) + row, x, mask=row_ok)
+                        step = pushed[p][:, None] * rows_B[i][None, :]
+                        added = added + (values[p * 8 + i] + step,)
+                values = added
+            for p in tl.static_range(2):
+                y = tl.zeros([PAIRS, WP], tl.float32)
+                for i in tl.static_range(8):
+                    c = tl.load(vector + i * (N // 8) + column, mask=column_ok, other=0.0)
+                    y += values[p * 8 + i] * c[None, :]
                 finish(
-                    y, i_b, first, row, row_ok, inputs,
+                    tl.sum(y, 1), i_b, first, h * R + 2 * pair + p, row_ok[p], inputs,
                     x_ptr, z_ptr, y_ptr, D_ptr, ring_x_ptr, z_stride, y_stride,
                     R, D_ROWS, HAS_Z,
                 )  # fmt: skip
+            encode_state(
+                values, tl.load(key_ptr + i_b), tl.load(position_ptr + i_b), layer,
+                i_h + head_offset, pair, column, row_ok, column_ok,
+                code_ptr + slot * code_stride + i_h * CODE_HEAD,
+                low_ptr + slot * low_stride + i_h * LOW_HEAD,
+                scale_ptr + slot * scale_stride + i_h * SCALE_HEAD,
+                tile_ptr + slot * tile_stride + i_h * TILES,
+                copy_ptr + slot * copy_stride + i_h * COPY_HEAD,
+                copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD,
+                copy_tile_ptr + slot * copy_tile_stride + i_h * TILES,
+                UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, R, N,
+            )  # fmt: skip
 
 
 @triton.jit

@@ -18,8 +18,11 @@ from ..common.store import (
     read_state,
     rounding_sizes,
 )
-from .decode import step_kernel
-from .reference import fold_ring
+from .decode import flush_kernel, readout_kernel
+from .reference import check_inputs, fold_ring
+
+FLUSH_PROGRAMS = 132 * 12
+"""Programs of a flush launch: twelve a multiprocessor of an H200."""
 
 
 @dataclass(frozen=True)
@@ -73,52 +76,67 @@ def decode_step(
     batch, heads, p = x.shape
     groups, n = B.shape[1:]
     length = views.ring_x.shape[1]  # type: ignore[union-attr]
+    check_inputs(views, rows, x, dt, A, B, C)
     check_state_size(p, n)
     y = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     if batch == 0:
         return y
-    tensors = [_rows(t) for t in (x, dt, B, C)]
-    z_rows = None if z is None else _rows(z)
-    config_of = launch or LAUNCH[config.readout.bits]
+    x, dt, B, C = (_rows(t) for t in (x, dt, B, C))
+    z = None if z is None else _rows(z)
+    chosen = launch or LAUNCH[config.readout.bits]
     lp = triton.next_power_of_2(length)
     per_group = heads // groups
-    args, sizes = plane_arguments(views, config)
+    device = x.device
+    planes, sizes = plane_arguments(views, config)
+    ring = (views.ring_x, views.ring_dt, views.ring_B)
+    inputs = {
+        "x_ptr": x, "dt_ptr": dt, "B_ptr": B, "C_ptr": C, "z_ptr": x if z is None else z,
+        "y_ptr": y, "A_ptr": A, "D_ptr": A if D is None else D,
+        "bias_ptr": A if dt_bias is None else dt_bias,
+        "sign_ptr": signs(n, device) if config.rotate else A,
+        "slot_ptr": rows.slots, "valid_ptr": rows.valid, "flush_ptr": rows.flush,
+        "weight_ptr": torch.empty(batch * heads * (lp + 1), dtype=torch.float32, device=device),
+        "x_stride": x.stride(0), "dt_stride": dt.stride(0), "B_stride": B.stride(0),
+        "C_stride": C.stride(0), "z_stride": 0 if z is None else z.stride(0),
+        "y_stride": y.stride(0),
+    }  # fmt: skip
+    for name, t in zip(("ring_x", "ring_dt", "ring_B"), ring, strict=True):
+        inputs |= {f"{name}_ptr": t, f"{name}_stride": t.stride(0)}  # type: ignore[union-attr]
     common = {
-        "H": heads, "G": groups, "R": p, "N": n,
+        "H": heads, "G": groups, "R": p, "N": n, "LP": lp,
         "NP": triton.next_power_of_2(n), "WP": triton.next_power_of_2(n // 8),
-        "L": length, "LP": lp,
         "ROTATE": config.rotate, "SOFTPLUS": dt_softplus, "HAS_BIAS": dt_bias is not None,
         "D_ROWS": 0 if D is None else D.ndim, "HAS_Z": z is not None,
     }  # fmt: skip
-    device = x.device
-    sign = signs(n, device) if config.rotate else tensors[0]
-    weight = torch.empty(batch * heads * (lp + 1), dtype=torch.float32, device=device)
-    for readout, flush in ((True, False), (False, True)):
-        per_program = divisor_up_to(
-            per_group, config_of.heads if readout else config_of.flush_heads
-        )
-        if lp > 16:
-            per_program = divisor_up_to(per_group, max(1, 256 // lp))
-        parts = per_group // per_program
-        scratch = batch * groups * parts * n
-        vector = torch.empty(scratch, dtype=torch.float32, device=device)
-        window = torch.empty(scratch * length if flush else 1, dtype=torch.float32, device=device)
-        step_kernel[(parts, groups, batch)](
-            *tensors, tensors[0] if z_rows is None else z_rows, y,
-            A, A if D is None else D, A if dt_bias is None else dt_bias, sign,
-            rows.slots, rows.valid, rows.flush, rows.position, rows.key,
-            views.ring_x, views.ring_dt, views.ring_B,
-            weight_ptr=weight, vector_ptr=vector, window_ptr=window,
-            x_stride=x.stride(0), dt_stride=dt.stride(0), B_stride=B.stride(0),
-            C_stride=C.stride(0), z_stride=0 if z is None else z.stride(0), y_stride=y.stride(0),
-            ring_x_stride=views.ring_x.stride(0), ring_dt_stride=views.ring_dt.stride(0),
-            ring_B_stride=views.ring_B.stride(0),
-            layer=layer, head_offset=head_offset,
-            HEADS=per_program, HEADS_P=triton.next_power_of_2(per_program), ROWS=config_of.rows,
-            READOUT=readout, FLUSH=flush,
-            num_warps=config_of.warps if readout else launch_warps(n),
-            **args, **common, **sizes, **rounding_sizes(config),
+    copy_names = ("copy", "copy_scale", "copy_tile")
+    copy_planes = {f"{c}{e}": planes[f"{c}{e}"] for c in copy_names for e in ("_ptr", "_stride")}
+    copy_sizes = ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES", "OUTPUT")
+
+    def units(limit: int) -> tuple[int, int, torch.Tensor]:
+        """(heads a program, programs a group, scratch for C); a program takes up to ``limit``."""
+        count = divisor_up_to(per_group, limit if lp <= 16 else max(1, 256 // lp))
+        parts = per_group // count
+        scratch = torch.empty(batch * groups * parts * n, dtype=torch.float32, device=device)
+        return count, parts, scratch
+
+    if length > 1:  # with L = 1 every row flushes
+        count, parts, vector = units(chosen.heads)
+        readout_kernel[(parts, groups, batch)](
+            vector_ptr=vector, HEADS=count, HEADS_P=triton.next_power_of_2(count),
+            ROWS=chosen.rows, num_warps=chosen.warps,
+            **inputs, **copy_planes, **common, **{k: sizes[k] for k in copy_sizes},
         )  # fmt: skip
+    else:
+        y.zero_()
+    count, parts, vector = units(chosen.flush_heads)
+    window = torch.empty(vector.numel() * length, dtype=torch.float32, device=device)
+    programs = min(batch * groups * parts, FLUSH_PROGRAMS)
+    flush_kernel[(programs,)](
+        vector_ptr=vector, window_ptr=window, position_ptr=rows.position, key_ptr=rows.key,
+        layer=layer, head_offset=head_offset, batch=batch, BP=triton.next_power_of_2(batch),
+        L=length, HEADS=count, HEADS_P=triton.next_power_of_2(count), num_warps=launch_warps(n),
+        **inputs, **planes, **common, **sizes, **rounding_sizes(config),
+    )  # fmt: skip
     return y
 
 
