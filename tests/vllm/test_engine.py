@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from replayssm_quant.formats.philox import request_key
+
 pytestmark = pytest.mark.slow
 
 LENGTHS = [1, 2, 15, 16, 17, 33]
@@ -123,6 +125,8 @@ def test_scenarios_did_what_they_are_for(family: str, request: pytest.FixtureReq
     assert found["fp32-L1"]["log"]["flushes"] == log["rows"]
     assert found["chunks"]["log"]["folded"] > 0
     assert len(set(found["alone"]["log"]["slots"])) < len(LENGTHS)  # a slot was used again
+    # the V1 runner shows no request: keys belong to slots
+    assert log["keys"] == [request_key(0, slot) for slot in log["slots"]]
     # the checks above can fail: a coarse state gives other tokens
     coarse, stock = found["coarse"]["ids"], found["stock"]["ids"]
     assert any(first_difference(a, b) is not None for a, b in zip(coarse, stock, strict=True))

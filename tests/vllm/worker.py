@@ -84,6 +84,8 @@ def watch(log: dict[str, Any]) -> None:
         fresh = (args[1] == args[2]).tolist()
         slots = [s for s, f in zip(rows.slots.tolist(), fresh, strict=True) if f]
         log.setdefault("slots", []).extend(slots)
+        keys = [k for k, f in zip(rows.key.tolist(), fresh, strict=True) if f]
+        log.setdefault("keys", []).extend(keys)
         log["folded"] = log.get("folded", 0) + sum(
             v for v, f in zip(rows.valid.tolist(), fresh, strict=True) if not f
         )
