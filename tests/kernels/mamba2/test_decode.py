@@ -430,7 +430,7 @@ def test_models_in_bf16(model: str, mamba2_case, step_check, bounds, device: tor
 @pytest.mark.parametrize("name", FULL_FORMATS)
 def test_formats_in_bf16(name: str, mamba2_case, step_check, bounds, device: torch.device) -> None:
     config = FULL_FORMATS[name]
-    for length in (1, 2, 16, 32):
+    for length in (1, 2, 16, 32) if name in ("nvfp4+fp16", "fp32") else (16,):
         at_length = dataclasses.replace(config, buffer_len=length)
         shape = (16, 64, 128, 2) if length == 16 else (4, 64, 128, 2)
         case = mamba2_case(geometry(*shape), at_length, 7, dtype=torch.bfloat16, seed=length)
