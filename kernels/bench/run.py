@@ -188,6 +188,7 @@ class Pass:
     """A CUDA graph of launches, with the bytes that they move."""
 
     def __init__(self, launches: list[tuple[Callable[[], object], float]]):
+        self.launches = launches  # the graph reads tensors that nothing else holds
         self.count = len(launches)
         self.nbytes = sum(n for _, n in launches)
         side = torch.cuda.Stream()
