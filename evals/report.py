@@ -18,6 +18,7 @@ from .schema import (
 )
 
 RESULTS = "results.json"
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
 
 def load(path: Path) -> RunRecord:
@@ -29,6 +30,23 @@ def load(path: Path) -> RunRecord:
             f"{path} does not exist; give a result file, or a folder that --out wrote"
         )
     return read_record(path, RunRecord)
+
+
+def load_all(folder: Path) -> dict[str, RunRecord]:
+    """Every result file of a folder of committed results, by file name, newest run first."""
+    found = {p.name: load(p) for p in sorted(folder.glob("*.json"))}
+    if not found:
+        raise ResultError(f"{folder} holds no result file; give a folder that --out wrote")
+    return dict(sorted(found.items(), key=lambda kv: kv[1].created, reverse=True))
+
+
+def replace_part(text: str, part: str, name: str) -> str:
+    """``text`` with what stands between its result marks replaced. Raises ResultError."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ResultError(f"{name} lacks the lines {BEGIN} and {END}; put them where tables belong")
+    return f"{before}{begin}\n{part.strip()}\n{end}{after}"
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -195,6 +213,57 @@ def summary_line(run: RunRecord) -> str:
             counts[c.verdict] = counts.get(c.verdict, 0) + 1
     text = ", ".join(f"{n} {v}" for v, n in sorted(counts.items())) or "no candidate"
     return f"verdict {run.verdict} ({text}) after {run.seconds:.0f} s"
+
+
+def summary(run: RunRecord) -> str:
+    """One row an arm, all models side by side: the run's first task that has an accuracy."""
+    task = next((t for t in run.tasks if t.scored == "accuracy"), None)
+    if task is None:
+        raise ResultError("this run has no task with an accuracy, so no summary; use --format md")
+    head = ["state"]
+    for model in run.models:
+        head += [f"{model.name}: ratio", "KLD", f"{task.name} %, change [95 %]"]
+    rows = []
+    for a in run.arms:
+        found = {c.model: c for c in run.comparisons if (c.task, c.arm) == (task.name, a.name)}
+        if not found:
+            continue
+        row = [a.label]
+        for model in run.models:
+            c = found.get(model.name)
+            if c is None:
+                row += ["–", "–", "–"]
+                continue
+            mean = nats(c.kld.mean if c.kld else None)
+            row += [f"{a.bytes[model.name].ratio:.2f}x", mean]
+            row.append(f"{percent(c.accuracy)}, {_delta(c, False)}")
+        rows.append(row)
+    base = ", ".join(
+        f"{m.name} {percent(c.reference_accuracy)} %"
+        for m in run.models
+        for c in _find(run, m.name, task.name)[:1]
+    )
+    e = run.environment
+    commit = f"{e.commit[:12]}" if e.commit else "unknown"
+    seeds = max(len(c.seeds) for c in run.comparisons)
+    documents = max(c.documents for c in run.comparisons if c.task == task.name)
+    return (
+        f"{markdown_table(head, rows)}\n\n"
+        f"Task {task.name} ({task.description}), fp32: {base}. ratio: bytes a request, fp32 / "
+        "this, ring included. KLD: KL(fp32 || this) in nats at the answers. Changes in points, "
+        f"95 % intervals over {documents} documents, up to {seeds} rounding seeds. Measured on "
+        f"{e.hardware}, commit {commit}, {run.created[:10]}."
+    )
+
+
+def results_page(runs: dict[str, RunRecord]) -> str:
+    """The page of committed results: for each file its summary and every table."""
+    parts = []
+    for name, run in runs.items():
+        parts += [f"## {name}", summary(run)]
+        text = markdown(run)
+        parts.append(text[text.index("\n") + 1 :].replace("\n## ", "\n### ").strip())
+    return "\n\n".join(parts)
 
 
 def _position_table(run: RunRecord, model: str, task: TaskRecord) -> str:

@@ -10,23 +10,45 @@ from ._paths import drop_checkout
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; returns the exit code (0, or 2 for a file that cannot be read)."""
+    """Command line; returns the exit code (0, or 2 for a file that cannot be used)."""
     drop_checkout()
     parser = argparse.ArgumentParser(
         prog="python -m replayssm_quant.report", description="Tables from a finished evaluation."
     )
     parser.add_argument("path", type=Path, help="a result file, or a folder that --out wrote")
-    parser.add_argument("--format", choices=("md", "json"), default="md")
+    parser.add_argument(
+        "--format",
+        choices=("md", "json", "summary", "results"),
+        default="md",
+        help="everything, the record, one table, or all result files of a folder on one page",
+    )
+    parser.add_argument(
+        "--into", type=Path, metavar="FILE", help="replace what stands between FILE's result marks"
+    )
     args = parser.parse_args(argv)
     from .evals import report
+    from .evals.files import write_text
     from .evals.schema import ResultError
 
     try:
-        run = report.load(args.path)
+        if args.format == "results":
+            text = report.results_page(report.load_all(args.path))
+        else:
+            run = report.load(args.path)
+            render = {"md": report.markdown, "summary": report.summary}
+            text = (
+                run.model_dump_json(indent=1) if args.format == "json" else render[args.format](run)
+            )
+        if args.into is None:
+            print(text)
+            return 0
+        if not args.into.is_file():
+            raise ResultError(f"{args.into} does not exist; give a file with result marks")
+        old = args.into.read_text(encoding="utf-8")
+        write_text(args.into, report.replace_part(old, text, args.into.name))
     except ResultError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(report.markdown(run) if args.format == "md" else run.model_dump_json(indent=1))
     return 0
 
 

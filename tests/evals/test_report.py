@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from replayssm_quant import report as door
 from replayssm_quant.config import StateConfig
 from replayssm_quant.evals import report
 from replayssm_quant.evals.arms import FLOOR, REFERENCE, arm, reference_arms
@@ -122,3 +123,33 @@ def test_sizes_are_readable(value, text: str) -> None:
 def test_pipes_do_not_break_tables() -> None:
     table = report.markdown_table(["a", "b"], [["x | y", "1"]])
     assert table.splitlines()[2].count(" | ") == 1 and "\\|" in table
+
+
+def test_summary_puts_models_side_by_side(run: RunRecord) -> None:
+    text = report.summary(run)
+    rows = text.splitlines()
+    assert "model: ratio" in rows[0] and "4.00x" in rows[-3] and "95.0, -5.0 [" in rows[-3]
+    assert "fp32: model 100.0 %" in rows[-1] and "commit cccccccccccc" in rows[-1]
+
+
+def test_tables_replace_what_stands_between_the_marks(run: RunRecord, tmp_path, capsys) -> None:
+    write_json(tmp_path / "results.json", run)
+    page = tmp_path / "README.md"
+    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    for _ in range(2):
+        args = [str(tmp_path), "--format", "summary", "--into", str(page)]
+        assert door.main(args) == 0
+    text = page.read_text()
+    assert text == f"before\n{report.BEGIN}\n{report.summary(run)}\n{report.END}\nafter\n"
+    page.write_text("no marks")
+    assert door.main(args) == 2 and page.read_text() == "no marks"
+    assert "lacks the lines" in capsys.readouterr().err
+
+
+def test_results_page_holds_every_file_newest_first(run: RunRecord, tmp_path, capsys) -> None:
+    write_json(tmp_path / "a.json", run)
+    write_json(tmp_path / "b.json", run.model_copy(update={"created": "2026-01-01T00:00:00"}))
+    assert door.main([str(tmp_path), "--format", "results"]) == 0
+    text = capsys.readouterr().out
+    assert text.index("## b.json") < text.index("## a.json") and "### model" in text
+    assert door.main([str(tmp_path / "none"), "--format", "results"]) == 2
