@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from .files import write_text
 
-SCHEMA = "replayssm-eval/1"
+SCHEMA: Literal["replayssm-eval/1"] = "replayssm-eval/1"
 Role = Literal["reference", "floor", "shared", "candidate"]
 Kind = Literal["stream", "generate", "lm_eval"]
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT-LEARNED"]

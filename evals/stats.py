@@ -316,9 +316,13 @@ def tail(values: ArrayLike) -> Tail:
     if np.isnan(v).any():
         nan = math.nan
         return Tail(nan, nan, nan, nan, nan, nan, v.size)
-    between = "linear" if np.isfinite(v).all() else "higher"  # no Inf - Inf
-    q = np.quantile(v, [0.5, 0.9, 0.99, 0.999], method=between)
-    return Tail(float(v.mean()), *(float(x) for x in q), float(v.max()), v.size)
+    levels = np.array([0.5, 0.9, 0.99, 0.999])
+    if np.isfinite(v).all():
+        q = np.quantile(v, levels)
+    else:
+        q = np.quantile(v, levels, method="higher")  # no Inf - Inf
+    median, p90, p99, p999 = (float(x) for x in q)
+    return Tail(float(v.mean()), median, p90, p99, p999, float(v.max()), v.size)
 
 
 def bucket_edges(length: int, first: int = 16) -> list[int]:
