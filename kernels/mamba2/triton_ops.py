@@ -11,6 +11,7 @@ from ...config import StateConfig
 from ...formats.rotation import signs
 from ...state.cache import StepRows
 from ...state.layout import StateViews
+from ..common.check import check_rows, check_tensor, check_views
 from ..common.store import (
     check_state_size,
     launch_warps,
@@ -73,20 +74,34 @@ def decode_step(
     ``out`` takes y if given ([b, H, P], rows contiguous). No synchronisation, so that a CUDA graph
     can capture it; flush flags, cursors, slots and keys are read on the device.
     """
+    check_inputs(views, rows, x, dt, A, B, C)
     batch, heads, p = x.shape
     groups, n = B.shape[1:]
     length = views.ring_x.shape[1]  # type: ignore[union-attr]
-    check_inputs(views, rows, x, dt, A, B, C)
     check_state_size(p, n)
+    device = views.ckpt.device
+    check_rows(rows, device)
+    check_views(views, views.ring_x, config)  # type: ignore[arg-type]
+    per_head, per_row = ((heads,),), ((batch, heads, p),)
+    for name, t in (("x", x), ("dt", dt), ("A", A), ("B", B), ("C", C)):
+        check_tensor(name, t, (tuple(t.shape),), device)
+    if D is not None:
+        check_tensor("D", D, (*per_head, (heads, p)), device)
+    if dt_bias is not None:
+        check_tensor("dt_bias", dt_bias, per_head, device)
+    if z is not None:
+        check_tensor("z", z, per_row, device)
+    if out is not None:
+        check_tensor("out", out, per_row, device)
     y = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     if batch == 0:
         return y
     x, dt, B, C = (_rows(t) for t in (x, dt, B, C))
     z = None if z is None else _rows(z)
+    A, D, dt_bias = (None if t is None else t.contiguous() for t in (A, D, dt_bias))
     chosen = launch or LAUNCH[config.readout.bits]
     lp = triton.next_power_of_2(length)
     per_group = heads // groups
-    device = x.device
     planes, sizes = plane_arguments(views, config)
     ring = (views.ring_x, views.ring_dt, views.ring_B)
     inputs = {
@@ -153,6 +168,7 @@ def load_state(
     The checkpoint is decoded by a kernel; the fold of a few rows before a prefill is plain torch.
     Padding rows give zeros.
     """
+    check_rows(rows, views.ckpt.device)
     checkpoint = read_state(views, config, rows.slots)
     live = rows.slots >= 0
     safe = StepRows(
