@@ -286,7 +286,7 @@ def check_step(case: Mamba2Case, bounds: Bounds) -> None:
         a = getattr(ours.views, name)[kept, at]
         b = getattr(exact.views, name)[kept, at]
         if name == "ring_dt":  # softplus in fp32, a few ulp by whoever computes it
-            torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-12)
+            torch.testing.assert_close(a, b, rtol=5e-6, atol=1e-12)
         else:
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     changed = [(kept, at)]

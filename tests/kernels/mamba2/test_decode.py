@@ -58,13 +58,14 @@ def bounds_of(bounds, config: StateConfig, dtype: torch.dtype, device: torch.dev
     2**-9. Codes: the fold's fp32 sums differ from float64 by some 1e-7 of a row's RMS, which is
     up to 1e-3 of a step where integers have 12 bits: so many round the other way. A float's step
     shrinks with its value, so small fp16 values are closer to a boundary: 1e-7 * 2**11 * RMS /
-    |value|, 2e-3 on average over a Gaussian row. State: that share of elements, one step each.
+    |value|, 2e-3 on average over a Gaussian row. State: that share of elements, one step each, and
+    the exponentials of a GPU, 2**-22 each.
     """
     packed = device.type == "cuda" and config.readout.bits == 4
     output = 1e-3 if packed else 1e-5
     output += {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}.get(dtype, 0.0)
     flips = 4e-3 if config.update.name == "fp16" else 1e-3
-    return bounds(output, flips, 2 * flips**0.5 * step_of(config) + 1e-6)
+    return bounds(output, flips, 2 * flips**0.5 * step_of(config) + 3e-6)
 
 
 CASES = {
@@ -131,7 +132,7 @@ def test_large_time_steps_pass_through_softplus(mamba2_case) -> None:
     slots, at = case.kept
     stored = case.views.ring_dt[slots, at, 0].cpu()
     want = torch.nn.functional.softplus(torch.tensor([-50.0, 20.0]).double()).float()
-    torch.testing.assert_close(stored, want, rtol=1e-6, atol=0)
+    torch.testing.assert_close(stored, want, rtol=1e-5, atol=0)  # exp(-50) by ex2.approx: 4e-6
 
 
 def _digest(*tensors: torch.Tensor) -> str:
