@@ -1,7 +1,7 @@
 """Gate on correctness, then time: CUDA-graph replay, interleaved variants, one JSON file a run.
 
-Every row is checked against the float64 reference before anything is timed; a wrong result stops
-the run. A timed pass is a graph of consecutive steps over more slots than the L2 cache holds, with
+Every design is checked against the float64 reference first; one that is wrong is not timed, and
+the run fails. A timed pass is a graph of consecutive steps over more slots than the L2 cache holds, with
 the cursors of the rows out of step and advancing; passes of all variants alternate, and the median
 pass counts. Bytes are those of state and ring (``registry.step_bytes``).
 """
@@ -41,7 +41,7 @@ ROOT = Path(replayssm_quant.__file__).resolve().parents[1]
 
 
 class Red(Exception):
-    """A kernel's result is wrong; nothing may be timed."""
+    """A kernel's result is wrong; it may not be timed."""
 
 
 # --- gate -----------------------------------------------------------------------------------------
@@ -243,7 +243,12 @@ def tuned(baseline: baselines.Baseline, phase: str) -> tuple[tuple[int, ...], Pa
     by_name = {str(c): c for c in baseline.configs}
     for name, config in by_name.items():
         with baseline.pinned(config):
-            passes[name] = Pass(baseline.launches(phase))
+            try:
+                passes[name] = Pass(baseline.launches(phase))
+            except RuntimeError as error:  # more shared memory or registers than the GPU has
+                print(f"  {type(baseline).__name__} {name}: {str(error)[:100]}")
+    if not passes:
+        raise RuntimeError(f"no configuration of {type(baseline).__name__} runs on this GPU")
     if len(passes) == 1:
         name = next(iter(passes))
     else:
@@ -339,17 +344,26 @@ def measure_point(
     copy: float,
     device: torch.device,
     common: dict[str, Any],
-) -> list[dict[str, Any]]:
-    """Gate, then time every design, phase and baseline of one geometry and batch. Raises Red."""
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Gate, then time every design, phase and baseline of one geometry and batch.
+
+    Returns the rows, and what was wrong with designs that were left out.
+    """
     op, geometry = s.op, s.op.geometry(geometry_name)
     passes: dict[tuple[str, str], Pass] = {}
     notes: dict[str, Any] = {}
     gates: dict[str, GateResult] = {}
     keep: list[object] = []  # graphs hold no reference to the tensors they write
+    wrong: list[str] = []
     for design in s.designs:
         problem = Problem(op, geometry, DESIGNS[design], batch, device=device)
+        try:
+            gates[design] = gate(problem)
+        except Red as red:
+            wrong.append(f"{geometry_name}, {design}: {red}")
+            print(f"RED {wrong[-1]}; it is not timed", flush=True)
+            continue
         keep.append(problem)
-        gates[design] = gate(problem)
         for phase in s.phases:
             passes[design, phase] = our_pass(problem, phase)
     if vllm is not None:
@@ -399,7 +413,7 @@ def measure_point(
             row["output_error"] = float(f"{gates[name].output:.3g}")
             row["code_flips"] = float(f"{gates[name].flips:.3g}")
         out.append({**row, **common})
-    return out
+    return out, wrong
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -414,8 +428,11 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
-def run(s: Settings, vllm_path: str | None, out: Path, device: torch.device) -> Path:
-    """Measure everything in ``s``; returns the result file, rewritten after every point."""
+def run(
+    s: Settings, vllm_path: str | None, out: Path, device: torch.device
+) -> tuple[Path, list[str]]:
+    """Measure everything in ``s``: the result file, rewritten after every point, and what was
+    wrong."""
     vllm = None if vllm_path is None else vllm_baselines.load(vllm_path)
     common = provenance(None if vllm is None else vllm.version)
     copy = copy_gbps(device)
@@ -425,17 +442,19 @@ def run(s: Settings, vllm_path: str | None, out: Path, device: torch.device) -> 
     print("columns: time, bandwidth, share of copy, x native fp32, x native 16-bit, x replay fp32")
     path = out / f"{s.op.name}-{gpu_slug(common['gpu'])}-{common['date']}.json"
     rows: list[dict[str, Any]] = []
+    wrong: list[str] = []
     for geometry in s.geometries:
         for batch in s.batches:
             began = time.monotonic()
-            found = measure_point(s, geometry, batch, vllm, copy, device, common)
+            found, red = measure_point(s, geometry, batch, vllm, copy, device, common)
             rows += found
+            wrong += red
             write_json(path, rows)
             for row in found:
                 print(_line(row))
             print(f"  {time.monotonic() - began:.1f} s", flush=True)
             torch.cuda.empty_cache()
-    return path
+    return path, wrong
 
 
 def check_only(s: Settings, device: torch.device, impl: str | None = None) -> bool:
@@ -542,15 +561,13 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    try:
-        if args.tune:
-            from . import tune
+    if args.tune:
+        from . import tune
 
-            tune.run(s, device, args.launch)
-            return 0
-        path = run(s, args.vllm_path, args.out, device)
-    except Red as red:
-        print(f"RED {red}; nothing was timed", file=sys.stderr)
-        return 1
+        tune.run(s, device, args.launch)
+        return 0
+    path, wrong = run(s, args.vllm_path, args.out, device)
+    for text in wrong:
+        print(f"RED {text}; it was not timed", file=sys.stderr)
     print(path)
-    return 0
+    return 1 if wrong else 0
