@@ -65,7 +65,9 @@ def request(args: argparse.Namespace, command: list[str]) -> runner.Request:
     if args.backend != "hf":
         raise ValueError(f"unknown backend '{args.backend}'; use hf")
     base, candidate = _state(args)
-    suite = suites.load(args.suite)
+    named = [models.resolve(name) for name in _split(args.model)] or models.default_models()
+    ours = all(m.source == "shipped" for m in named)
+    suite = suites.load(args.suite or (suites.DEFAULT if ours else suites.GENERAL))
     names = _split(args.tasks)
     tasks = list(suite.tasks)
     if names:
@@ -79,7 +81,6 @@ def request(args: argparse.Namespace, command: list[str]) -> runner.Request:
     extra = [parse_arm(text, base) for text in _split(args.arms)]
     if args.margin is not None and not 0 < args.margin < 100:
         raise ValueError(f"margin {args.margin} is out of range; give accuracy points, such as 1")
-    named = [models.resolve(name) for name in _split(args.model)] or models.default_models()
     return runner.Request(
         models=tuple(named),
         suite=suite,

@@ -81,6 +81,14 @@ def _common_prefix(a: str, b: str) -> float:
     return n / max(len(a), len(b))
 
 
+def _generated(reference: Unit, rows: Sequence[int]) -> int:
+    """Tokens that the reference generated for these documents (all of them, where lm-eval counted
+    them only in total)."""
+    if "generated" not in reference.samples[0]:
+        return reference.record.tokens_generated
+    return sum(int(reference.samples[r]["generated"]) for r in rows)
+
+
 def _mean_exercise(units: Sequence[Unit]) -> Exercise:
     first = units[0].record.exercise
     return Exercise(
@@ -272,7 +280,7 @@ def compare(
         documents_needed=needed,
         kld_floor=kld_floor,
         tokens_generated=sum(u.record.tokens_generated for u in units) // len(units),
-        reference_tokens_generated=sum(int(reference.samples[r].get("generated", 0)) for r in rows),
+        reference_tokens_generated=_generated(reference, rows),
         nonfinite_tokens=broken,
         exercise=_mean_exercise(units),
         **out,

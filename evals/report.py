@@ -113,7 +113,9 @@ def _arm(run: RunRecord, name: str) -> ArmRecord:
 
 
 def _verdict(c: Comparison) -> str:
-    return {"reference": "reference", "floor": "noise floor"}.get(c.role, c.verdict)
+    if c.role == "floor":
+        return "noise floor"
+    return f"{c.verdict}, within noise" if within_noise(c) else c.verdict
 
 
 def task_table(run: RunRecord, model: ModelRecord, task: TaskRecord) -> str:
@@ -282,6 +284,8 @@ def _position_table(run: RunRecord, model: str, task: TaskRecord) -> str:
 
 def _evidence_table(run: RunRecord, model: str, task: TaskRecord) -> str:
     head = ["state", "right -> wrong", "wrong -> right", "p", "seed SD", "flushes/doc", "read", "%"]
+    generates = task.kind != "stream"
+    head += ["tokens fp32 -> it"] if generates else []
     rows = []
     for c in _find(run, model, task.name):
         sd = "–" if c.delta_seed_sd is None else f"{100 * c.delta_seed_sd:.2f}"
@@ -298,6 +302,8 @@ def _evidence_table(run: RunRecord, model: str, task: TaskRecord) -> str:
                 percent(e.decode_share, 0),
             ]
         )
+        if generates:
+            rows[-1].append(f"{c.reference_tokens_generated} -> {c.tokens_generated}")
     return markdown_table(head, rows)
 
 

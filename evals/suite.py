@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from .tasks import TASKS, StreamTask
 
 FOLDER = Path(__file__).resolve().parent / "suites"
-DEFAULT = "default"
+DEFAULT, GENERAL = "default", "general"
+"""What a run asks that names no suite: of shipped models, and of any other."""
 ACCURACY_MARGIN = 0.01
 LOSS_MARGIN = 0.01
 LEARNED = 0.97

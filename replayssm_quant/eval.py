@@ -21,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add = p.add_argument_group("what").add_argument
     add("--model", action="append", metavar="NAME|DIR|ID", help="repeat, or separate by commas")
-    add("--suite", default="default", help="shipped suite or .yaml file")
+    add("--suite", help="shipped suite or .yaml file (default, or general for models of your own)")
     add("--tasks", metavar="A,B", help="tasks of the suite, other local ones, or lm-eval tasks")
     add("--limit", type=int, metavar="N", help="at most N documents a task")
     add("--data-dir", metavar="DIR", help="local files of lm-eval tasks (parquet, jsonl, json)")

@@ -108,6 +108,12 @@ def test_margin_is_in_points() -> None:
     assert [t.margin for t in plan.tasks] == [0.025, 0.01]  # likelihood keeps its own
 
 
+def test_models_of_ones_own_are_asked_for_text(tiny_mamba2) -> None:
+    request = _request("--model", str(tiny_mamba2))
+    assert request.suite.name == "general" and [t.task for t in request.tasks] == ["text"]
+    assert _request("--model", str(tiny_mamba2), "--suite", "default").suite.name == "default"
+
+
 def test_limit_caps_and_marks() -> None:
     plan = runner.plan(_request("--limit", "3"))
     assert set(plan.documents) == {3}

@@ -120,6 +120,19 @@ def test_sizes_are_readable(value, text: str) -> None:
     assert report.size(value) == text
 
 
+def test_divergence_inside_the_floor_is_called_noise(run: RunRecord) -> None:
+    c = run.comparisons[1]
+    assert "within noise" not in report.markdown(run)
+    c.kld = TailRecord(mean=1e-9, median=0, p90=0, p99=0, p999=0, max=1e-9, n=2)
+    c.kld_floor = 2e-9
+    assert f"{c.verdict}, within noise" in report.markdown(run)
+
+
+def test_generated_tokens_are_shown_beside_fp32s(run: RunRecord) -> None:
+    run.comparisons[1].tokens_generated = 37
+    assert "40 -> 37" in report.markdown(run)
+
+
 def test_pipes_do_not_break_tables() -> None:
     table = report.markdown_table(["a", "b"], [["x | y", "1"]])
     assert table.splitlines()[2].count(" | ") == 1 and "\\|" in table
