@@ -158,12 +158,23 @@ def load_scales(
     counts within the head.
     """
     COUNT: tl.constexpr = N // BLOCK if GRAN == "block" else 1
+    BYTES: tl.constexpr = SCALE == "e4m3" or SCALE == "e8m0"
+    PER: tl.constexpr = 4 if COUNT % 4 == 0 else (2 if COUNT % 2 == 0 else 1)
     scales = ()
+    word = row * 0
     for k in tl.static_range(COUNT):
-        at = scale_ptr + row * COUNT + k
-        if GRAN == "head":
-            at = scale_ptr + row * 0
-        stored = tl.load(at, mask=mask, other=0)
+        if GRAN == "block" and BYTES and PER > 1:
+            # several bytes a load; and a product fed by 8-bit loads would take a wrong layout
+            if k % PER == 0:
+                wide = scale_ptr.to(tl.pointer_type(tl.int32 if PER == 4 else tl.int16))
+                word = tl.load(wide + row * (COUNT // PER) + k // PER, mask=mask, other=0)
+                word = word.to(tl.int32)
+            stored = (word >> (8 * (k % PER))) & 0xFF
+        else:
+            at = scale_ptr + row * COUNT + k
+            if GRAN == "head":
+                at = scale_ptr + row * 0
+            stored = tl.load(at, mask=mask, other=0)
         if SCALE == "e4m3":
             s = e4m3_scale(stored.to(tl.int32)) * tile
         elif SCALE == "e8m0":

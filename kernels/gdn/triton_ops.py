@@ -135,8 +135,15 @@ def _run(
     per_key = hv // hk
     empty = torch.empty
     listed = empty(batch + 1, dtype=torch.int32, device=device)
-    dot = l2norm and gate_width == 1 and length >= DOT_FROM  # fp16 halves need keys of norm 1
-    dot = dot and n > 64  # a plane of a key is the product's inner size, which must be 16
+    scale_bytes = config.update.scale.dtype in ("e4m3", "e8m0")
+    blocks = n // config.update.scale.block if config.update.scale.block else 0
+    dot = (
+        length >= DOT_FROM
+        and gate_width == 1
+        and l2norm  # fp16 halves need keys of norm 1
+        and n > 64  # a plane of a key is the product's inner size, which must be 16
+        and not (scale_bytes and blocks % 2)  # scales loaded byte by byte: see load_scales
+    )
     window = max(16, triton.next_power_of_2(length))
     if dot:
         half = {"dtype": torch.float16, "device": device}
