@@ -116,6 +116,14 @@ def run(args: argparse.Namespace, command: list[str]) -> int:
     except RuntimeError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"error: {where}{error.strerror or error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        again = "; the same command picks up from here" if args.out else ""
+        print(f"interrupted{again}", file=sys.stderr)
+        return 130
     if args.format == "json":
         print(record.model_dump_json(indent=1))
     else:

@@ -235,7 +235,8 @@ def measure_prompts(
     began = time.perf_counter()
     tokenizer = loaded.tokenizer
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    stop = {tokenizer.eos_token_id, pad} - {None}
+    ends = loaded.model.generation_config.eos_token_id
+    stop = {tokenizer.eos_token_id, pad, *(ends if isinstance(ends, list) else [ends])} - {None}
     config = arm.seeded(seed)
     counts: dict[int, dict[str, int]] = {}
     outputs: list[np.ndarray] = []
@@ -254,8 +255,8 @@ def measure_prompts(
     samples: list[dict[str, Any]] = []
     generated = 0
     for b, (output, target) in enumerate(zip(outputs, docs.targets, strict=True)):
-        ends = [i for i, token in enumerate(output) if int(token) in stop]
-        output = output[: ends[0]] if ends else output
+        ended = [i for i, token in enumerate(output) if int(token) in stop]
+        output = output[: ended[0]] if ended else output
         generated += len(output)
         padded = np.full(len(target), -1)
         padded[: min(len(output), len(target))] = output[: len(target)]

@@ -201,6 +201,9 @@ def notes(run: RunRecord) -> list[str]:
         f"output copy, scales and the ring of cached inputs (in {ring}, as run here), all "
         "recurrent layers."
     )
+    seeds = run.settings.get("seeds", [])
+    if any(a.rounds for a in run.arms) and len(seeds) < 3:
+        text += " Fewer than three rounding seeds: the spread between seeds is not known."
     if run.limited:
         text += " Limited to fewer documents than the suite has: not a result to quote."
     lines.append(text)

@@ -64,6 +64,23 @@ def test_bad_input_is_one_line_and_two(args: str, message: str, capsys) -> None:
     assert message in err
 
 
+@pytest.mark.parametrize(
+    "raised, code, text",
+    [
+        (RuntimeError("a worker died"), 1, "error: a worker died\n"),
+        (PermissionError(13, "Permission denied", "/out"), 2, "error: /out: Permission denied\n"),
+        (KeyboardInterrupt(), 130, "interrupted; the same command picks up from here\n"),
+    ],
+)
+def test_what_breaks_a_run_is_one_line(raised, code, text, capsys, monkeypatch) -> None:
+    def broken(*args, **kwargs):
+        raise raised
+
+    monkeypatch.setattr(runner, "run", broken)
+    assert door.main(["--out", "out"]) == code
+    assert capsys.readouterr().err == text
+
+
 def test_unknown_flags_are_argparses(capsys) -> None:
     with pytest.raises(SystemExit) as caught:
         door.main(["--updaet-dtype", "fp8"])

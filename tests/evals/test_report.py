@@ -84,6 +84,12 @@ def test_report_names_versions_flips_and_open_verdicts(run: RunRecord) -> None:
     assert [x.strip() for x in row.split("|")][2:4] == ["4", "0"]
 
 
+def test_few_rounding_seeds_are_pointed_out(run: RunRecord) -> None:
+    assert "Fewer than three rounding seeds" in report.terminal(run)
+    run.settings["seeds"] = [0, 1, 2]
+    assert "Fewer than three rounding seeds" not in report.terminal(run)
+
+
 def test_limited_runs_say_so(run: RunRecord) -> None:
     assert "not a result to quote" not in report.terminal(run)
     assert "not a result to quote" in report.terminal(run.model_copy(update={"limited": True}))
