@@ -25,7 +25,7 @@ IMPLS = ("reference", "triton")
 
 
 def _triton(family: str, tensor: torch.Tensor, impl: str | None) -> ModuleType | None:
-    """The family's Triton module (``kernels/<family>/triton_ops.py``), or None for the reference."""
+    """The family's Triton module (``kernels/<family>/triton_ops.py``), or None."""
     if impl not in (None, *IMPLS):
         raise ValueError(f"unknown impl '{impl}'; use reference, triton or None (pick by device)")
     if impl == "reference" or (impl is None and not tensor.is_cuda):
@@ -144,7 +144,7 @@ def store_state(
     head_offset: int = 0,
     impl: str | None = None,
 ) -> None:
-    """Store fp32 states [b, H, R, N] (unrotated, as a prefill leaves them) into checkpoint and copy.
+    """Store unrotated fp32 states [b, H, R, N], as a prefill leaves them, into both copies.
 
     Only ``rows.slots`` (no padding), ``rows.key`` and ``rows.position`` are used.
     """

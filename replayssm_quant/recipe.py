@@ -395,7 +395,10 @@ def _load(name: str, base: Path | None = None) -> Recipe:
 def _flatten(recipe: Recipe, seen: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
     """(settings, variants) of a recipe with its parents merged in."""
     settings = recipe.settings.model_dump(exclude_none=True, mode="json", by_alias=True)
-    variants = {k: v.model_dump(exclude_none=True, mode="json", by_alias=True) for k, v in recipe.variants.items()}
+    variants = {
+        k: v.model_dump(exclude_none=True, mode="json", by_alias=True)
+        for k, v in recipe.variants.items()
+    }
     if recipe.extends is None:
         return settings, variants
     if recipe.extends in (*seen, recipe.name):
