@@ -52,7 +52,7 @@ def replace_part(text: str, part: str, name: str) -> str:
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A GitHub table; the first column is left-aligned, the others right-aligned, all padded."""
     cells = [[c.replace("|", "\\|") for c in row] for row in (head, *rows)]
-    width = [max(len(r[i]) for r in cells) for i in range(len(head))]
+    width = [max(3, *(len(r[i]) for r in cells)) for i in range(len(head))]  # GitHub: three dashes
     rule = [":" + "-" * (width[0] - 1)] + ["-" * (w - 1) + ":" for w in width[1:]]
 
     def line(row: Sequence[str]) -> str:

@@ -141,6 +141,7 @@ def test_generated_tokens_are_shown_beside_fp32s(run: RunRecord) -> None:
 
 def test_pipes_do_not_break_tables() -> None:
     table = report.markdown_table(["a", "b"], [["x | y", "1"]])
+    assert table.splitlines()[1] == "| :----- | --: |"
     assert table.splitlines()[2].count(" | ") == 1 and "\\|" in table
 
 
