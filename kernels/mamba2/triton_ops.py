@@ -148,7 +148,7 @@ def decode_step(
     programs = min(batch * groups * parts, FLUSH_PROGRAMS)
     flush_kernel[(programs,)](
         vector_ptr=vector, window_ptr=window, position_ptr=rows.position, key_ptr=rows.key,
-        layer=layer, head_offset=head_offset, batch=batch, BP=triton.next_power_of_2(batch),
+        layer=layer, head_offset=head_offset, batch=batch, BP=max(256, triton.next_power_of_2(batch)),
         L=length, HEADS=count, HEADS_P=triton.next_power_of_2(count), num_warps=launch_warps(n),
         **inputs, **planes, **common, **sizes, **rounding_sizes(config),
     )  # fmt: skip
