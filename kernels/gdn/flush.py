@@ -212,14 +212,17 @@ def flush_kernel(
     SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
     DOT: tl.constexpr, LP: tl.constexpr,
 ):  # fmt: skip
-    i_t, i_h = tl.program_id(0), tl.program_id(1)
+    """Any number of programs share the tiles of the rows that flush; no result depends on it."""
     W: tl.constexpr = K // 8
-    pair = i_t * PAIRS + tl.arange(0, PAIRS)
     column = tl.arange(0, WP)
     column_ok = column < W
-    row_ok = (2 * pair < V, 2 * pair + 1 < V)
-    for i in range(tl.program_id(2), tl.load(list_ptr), tl.num_programs(2)):
-        i_b = tl.load(list_ptr + 1 + i).to(tl.int64)
+    units = tl.load(list_ptr) * (HV * TILES)
+    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+        i_b = tl.load(list_ptr + 1 + unit // (HV * TILES)).to(tl.int64)
+        i_h = unit // TILES % HV
+        i_t = unit % TILES
+        pair = i_t * PAIRS + tl.arange(0, PAIRS)
+        row_ok = (2 * pair < V, 2 * pair + 1 < V)
         slot = tl.load(slot_ptr + i_b).to(tl.int64)
         valid = tl.load(valid_ptr + i_b)
         code = code_ptr + slot * code_stride + i_h * CODE_HEAD

@@ -18,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..common.planes import PTX
 from ..common.readout import store_vector
 
 _CHUNK = tl.constexpr(128)
@@ -44,6 +45,20 @@ def rotate_rows(x, sign_ptr, ROWS: tl.constexpr, K: tl.constexpr, KP: tl.constex
             other = tl.gather(x, n ^ (1 << stage), 1)
             x = tl.where((n & (1 << stage)) != 0, other - x, x + other)
     return x
+
+
+@triton.jit
+def _fetch(ptr):
+    """Ask for the cache lines of a pointer tensor ahead of use, into the L2."""
+    if PTX:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [ptr.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -223,6 +238,16 @@ def prepare_kernel(
     ring_g = ring_g_ptr + slot * ring_g_stride + gate
     ring_beta = ring_beta_ptr + slot * ring_beta_stride + head
     ring_rk = ring_rk_ptr + slot * ring_rk_stride + i_k
+    # the walk takes the ring row by row: fetch the whole window at once (rows beyond it: row 0)
+    token = tl.arange(0, LP)
+    token = tl.where(token < valid, token, 0)
+    LINE: tl.constexpr = 1024 // ring_k_ptr.dtype.element_ty.primitive_bitwidth
+    line = tl.arange(0, KP // LINE if KP > LINE else 1)[None, :] * LINE
+    first_k = ring_k_ptr + slot * ring_k_stride + i_k * K
+    _fetch(first_k + token[:, None] * (HK * K) + tl.minimum(line, K - 1))
+    _fetch(ring_g_ptr + slot * ring_g_stride + token * (HV * GW) + i_k * (PER * GW))
+    _fetch(ring_beta_ptr + slot * ring_beta_stride + token * HV + i_k * PER)
+    _fetch(ring_rk_ptr + slot * ring_rk_stride + token * HK + i_k)
     q = tl.load(q_ptr + i_b * q_stride + i_k * K + n, mask=n_ok, other=0.0).to(tl.float32)
     k_raw = tl.load(k_ptr + i_b * k_stride + i_k * K + n, mask=n_ok, other=0.0)
     k_raw = k_raw.to(ring_k_ptr.dtype.element_ty)

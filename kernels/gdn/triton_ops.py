@@ -8,6 +8,7 @@ rows flush is data; nothing waits for the device, so a CUDA graph may hold the s
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -23,14 +24,30 @@ from .flush import flush_kernel, load_kernel
 from .prepare import keys_kernel, prepare_kernel
 from .reference import NORM_EPS, check_inputs
 
-ROWS_PER_FLUSH_PROGRAM = 8
-"""Rows that one flush program takes in turn if the whole batch flushes at once."""
 
-READOUT = {4: (64, 2), 8: (64, 4), 16: (64, 4), 32: (64, 4)}
-"""Bits of the readout's codes -> (rows, warps) of a readout program."""
+@dataclass(frozen=True)
+class LaunchConfig:
+    """rows and warps of a readout program; registers of a flush program (at most).
 
-DOT_FROM = 5
-"""Windows of at least this length fold by matrix products; shorter ones token by token."""
+    dot_from: windows of at least this length fold by matrix products, shorter ones token by token.
+    """
+
+    rows: int
+    warps: int
+    flush_registers: int = 168
+    dot_from: int = 5
+
+
+LAUNCH = {
+    4: LaunchConfig(64, 1),
+    8: LaunchConfig(64, 2),
+    16: LaunchConfig(64, 4),
+    32: LaunchConfig(64, 4),
+}
+"""Bits of the readout's codes -> launch configuration."""
+
+FLUSH_PROGRAMS_PER_SM = 16
+"""Flush programs share the tiles of all flushing rows, so that none is started for nothing."""
 
 _RING = ("ring_k", "ring_v", "ring_g", "ring_beta", "ring_rk")
 
@@ -39,6 +56,13 @@ _RING = ("ring_k", "ring_v", "ring_g", "ring_beta", "ring_rk")
 def _rotation_signs(n: int, device: torch.device) -> torch.Tensor:
     """The signs of the rotation with its 1 / sqrt(block), fp32 [n]."""
     return (signs(n) * block_of(n) ** -0.5).to(device)
+
+
+@lru_cache(maxsize=32)
+def _flush_programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4
+    return FLUSH_PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _ring_arguments(views: StateViews, names: tuple[str, ...] = _RING) -> dict:
@@ -126,6 +150,7 @@ def _run(
     negative: bool,
     layer: int,
     head_offset: int,
+    launch: LaunchConfig | None = None,
 ) -> None:
     """One step into ``out`` [b, HV, V]; g and beta are raw projections if A_log is given."""
     size = _sizes(views)
@@ -135,10 +160,11 @@ def _run(
     per_key = hv // hk
     empty = torch.empty
     listed = empty(batch + 1, dtype=torch.int32, device=device)
+    launch = launch or LAUNCH[config.readout.bits]
     scale_bytes = config.update.scale.dtype in ("e4m3", "e8m0")
     blocks = n // config.update.scale.block if config.update.scale.block else 0
     dot = (
-        length >= DOT_FROM
+        length >= launch.dot_from
         and gate_width == 1
         and l2norm  # fp16 halves need keys of norm 1
         and n > 64  # a plane of a key is the product's inner size, which must be 16
@@ -184,33 +210,34 @@ def _run(
         PERP=triton.next_power_of_2(per_key), GW=gate_width,
         RAW_GATES=A_log is not None, NEGATIVE=negative, L2NORM=l2norm, EPS=NORM_EPS,
         ROTATE=config.rotate, DOT=dot, LP=window, OUTPUT=plane_sizes["OUTPUT"],
-        num_warps=1, **ring, **size,
+        num_warps=1, num_stages=1, **ring, **size,
     )  # fmt: skip
     if length > 1:
         names = ("copy", "copy_scale", "copy_tile")
         copy = {name + end: planes[name + end] for name in names for end in ("_ptr", "_stride")}
-        block, warps = READOUT[config.readout.bits]
-        readout_kernel[(triton.cdiv(width, block), hv, batch)](
+        readout_kernel[(triton.cdiv(width, launch.rows), hv, batch)](
             c, top, weights,
             slot_ptr=rows.slots, valid_ptr=rows.valid, flush_ptr=rows.flush, y_ptr=out,
             y_stride=out.stride(0),
             ring_v_ptr=ring["ring_v_ptr"], ring_v_stride=ring["ring_v_stride"],
             HV=hv, K=n, V=width, L=length, LP=triton.next_power_of_2(length),
-            WP=padded // 8, ROWS=block, num_warps=warps,
+            WP=padded // 8, ROWS=launch.rows, num_warps=launch.warps,
             **copy,
             **{s: plane_sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES", "OUTPUT")},
         )  # fmt: skip
     else:
         out.zero_()  # padding rows, which no program visits
     del ring["ring_k_ptr"], ring["ring_k_stride"], ring["ring_rk_ptr"], ring["ring_rk_stride"]
-    flush_kernel[(plane_sizes["TILES"], hv, triton.cdiv(batch, ROWS_PER_FLUSH_PROGRAM))](
+    registers = {} if torch.version.hip else {"maxnreg": launch.flush_registers}
+    programs = min(batch * hv * plane_sizes["TILES"], _flush_programs(device))
+    flush_kernel[(programs,)](
         listed, keys, query, gate, rate, v, *system.values(),
         slot_ptr=rows.slots, valid_ptr=rows.valid, position_ptr=rows.position, key_ptr=rows.key,
         y_ptr=out, v_stride=v.stride(0), y_stride=out.stride(0),
         layer=layer, head_offset=head_offset,
         WP=padded // 8, PER=per_key, GW=gate_width, DOT=dot, LP=window,
-        num_warps=launch_warps(n), num_stages=1, **ring, **planes, **size, **plane_sizes,
-        **rounding_sizes(config),
+        num_warps=launch_warps(n), num_stages=1, **registers, **ring, **planes, **size,
+        **plane_sizes, **rounding_sizes(config),
     )  # fmt: skip
 
 
@@ -290,6 +317,7 @@ def _step(
     negative: bool,
     layer: int,
     head_offset: int,
+    launch: LaunchConfig | None,
 ) -> torch.Tensor:
     _check_layer(views, config, rows)
     device = views.ckpt.device
@@ -312,7 +340,7 @@ def _step(
     if not torch.compiler.is_compiling():
         _run(
             out, views, config, rows, q, k, v, g, beta, A_log, dt_bias, scale, l2norm, negative,
-            layer, head_offset,
+            layer, head_offset, launch,
         )  # fmt: skip
         return out
     state = [getattr(views, name) for name in _PLANES]
@@ -341,6 +369,7 @@ def decode_step(
     layer: int = 0,
     head_offset: int = 0,
     out: torch.Tensor | None = None,
+    launch: LaunchConfig | None = None,
 ) -> torch.Tensor:
     """One token for each row: read, append or flush; see ``reference.decode_step``.
 
@@ -350,7 +379,9 @@ def decode_step(
     """
     check_inputs(views, rows, q, k, v, g, beta)
     inputs = (q, k, v, g, beta)
-    return _step(out, views, config, rows, inputs, None, scale, l2norm, False, layer, head_offset)
+    return _step(
+        out, views, config, rows, inputs, None, scale, l2norm, False, layer, head_offset, launch
+    )
 
 
 def decode_packed(
@@ -369,6 +400,7 @@ def decode_packed(
     layer: int = 0,
     head_offset: int = 0,
     out: torch.Tensor | None = None,
+    launch: LaunchConfig | None = None,
 ) -> torch.Tensor:
     """One token from what the layer's convolution and projections leave, as vLLM packs it.
 
@@ -397,7 +429,7 @@ def decode_packed(
     weights = (A_log.contiguous(), dt_bias.contiguous())
     return _step(
         out, views, config, rows, inputs, weights, scale, l2norm, allow_neg_eigval, layer,
-        head_offset,
+        head_offset, launch,
     )  # fmt: skip
 
 
