@@ -15,12 +15,14 @@ import io
 import json
 import logging
 import os
+import random
 import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import yaml
 
 from .arms import Arm
@@ -209,6 +211,13 @@ def _quiet_lm_eval() -> Any:
             x.setLevel(level)
 
 
+def _seed() -> None:
+    """The state in which tasks draw (GPQA shuffles its choices with Python's own generator): the
+    same as ``simple_evaluate`` sets, so that every run asks the same questions."""
+    random.seed(0)
+    np.random.seed(0)
+
+
 class TaskRunner:
     """One lm-eval task, loaded once, so that every arm is asked the same questions."""
 
@@ -238,6 +247,8 @@ class TaskRunner:
             import datasets
 
             datasets.disable_progress_bars()
+            datasets.disable_caching()  # it would freeze what a task drew from the global generator
+            _seed()
             self.manager = TaskManager(
                 include_path=str(self.info.file.parent), include_defaults=False
             )
@@ -267,6 +278,7 @@ class TaskRunner:
     def check(self) -> None:
         """Build the questions once. Raises SuiteError where the data do not fit the task."""
         with _quiet_lm_eval(), self._readable():
+            _seed()
             self.task.build_all_requests(limit=self.limit, rank=0, world_size=1)
 
     def measure(self, loaded: LoadedModel, one: Arm, seed: int, options: Options, key: str) -> Unit:

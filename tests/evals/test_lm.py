@@ -203,6 +203,30 @@ def test_a_file_of_another_shape_is_one_line(tmp_path: Path) -> None:
         runner.check()
 
 
+def test_questions_do_not_depend_on_the_process(
+    tiny_gdn: Path, data: Path, finished: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """GPQA's choices are shuffled by the global generator: it is seeded, and nothing is cached."""
+    import random
+
+    import datasets
+
+    from replayssm_quant.evals.arms import reference_arms
+    from replayssm_quant.evals.measure import Options
+
+    loaded = models.load(models.resolve(str(tiny_gdn)))
+    name = "gpqa_diamond_cot_zeroshot"
+    rows = next(finished.glob(f"units/tiny-gdn/{name}/fp32.s0.jsonl")).read_text().splitlines()
+    before = [json.loads(x)["prompt_hash"] for x in rows]
+    for state in (1, 2):
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / str(state))
+        random.seed(state)
+        runner = lm_tasks.TaskRunner(name, data, 2)
+        random.seed(state)
+        unit = runner.measure(loaded, reference_arms(2)[0], 0, Options(), "key")
+        assert [s["prompt_hash"] for s in unit.samples] == before
+
+
 def test_data_digest_follows_the_files(data: Path, tmp_path: Path) -> None:
     before = lm_tasks.data_digest("arc_easy", data)
     text = (data / "arc_easy.jsonl").read_text()
