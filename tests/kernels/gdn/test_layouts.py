@@ -1,0 +1,67 @@
+"""What the compiler makes of the products of a flush, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+import replayssm_quant  # noqa: E402
+
+ROOT = Path(replayssm_quant.__file__).resolve().parents[1]
+SCRIPT = """
+import json, re, sys
+import torch
+torch.set_num_threads(1)
+from triton.runtime import jit
+from replayssm_quant.config import StateConfig
+from replayssm_quant.kernels.bench.inspect_sass import compile_only
+from replayssm_quant.kernels.bench.registry import OPS, Problem
+from replayssm_quant.state.geometry import LayerGeometry
+
+geometry = LayerGeometry("gdn", 1, 16, 96, 1)
+config = StateConfig.from_flags(sys.argv[1], buffer_len=16)
+problem = Problem(OPS["gdn_decode"], geometry, config, 2, device=torch.device("cpu"), sets=1)
+step, found = problem.steps("mix")[0], []
+with compile_only(90):
+    compiled = jit.JITFunction.run
+    def keep(self, *args, **kwargs):
+        kernel = compiled(self, *args, **kwargs)
+        if kernel.metadata.name == "flush_kernel":
+            found.append(kernel.asm["ttgir"])
+        return kernel
+    jit.JITFunction.run = keep
+    problem.run(step, "triton")
+    jit.JITFunction.run = compiled
+(text,) = found
+widths = sorted({int(w) for w in re.findall(r"kWidth = (\\d+)", text)})
+print(json.dumps({"widths": widths, "products": text.count("tt.dot ")}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("update", ["P4+8", "e4m3/b32/e8m0"])
+def test_no_product_reads_more_than_its_inner_size(update: str, tmp_path: Path) -> None:
+    """Triton widens the operands of a product whose inputs were loaded in fewer bits.
+
+    A product of inner size 16 holds at most four fp16 numbers a thread and row; eight are summed
+    wrongly, without an error. Byte scales loaded one by one brought that about.
+    """
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, update], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    products = report["products"]
+    if update == "P4+8":  # six scales a row, loaded in pairs
+        assert products > 20 and max(report["widths"]) <= 4
+    else:  # three scales a row, loaded singly: folded token by token instead
+        assert products == 0
