@@ -178,7 +178,7 @@ def flush_kernel(
     slot_ptr, valid_ptr, flush_ptr, position_ptr, key_ptr,
     ring_x_ptr, ring_dt_ptr, ring_B_ptr,
     code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
-    weight_ptr, vector_ptr, window_ptr,  # scratch; the last [b, G, parts, L, N] fp32
+    weight_ptr, vector_ptr, window_ptr,  # scratch [b, H, LP + 1], [programs, N], [programs, L, N]
     x_stride, dt_stride, B_stride, C_stride, z_stride, y_stride,
     ring_x_stride, ring_dt_stride, ring_B_stride,
     code_stride, low_stride, scale_stride, tile_stride,
@@ -212,6 +212,7 @@ def flush_kernel(
         i_b = tl.sum((through <= unit // (G * PARTS)).to(tl.int32), 0).to(tl.int64)
         i_b = tl.minimum(i_b, batch - 1)
         i_g, i_p = (unit // PARTS) % G, unit % PARTS
+        tl.debug_barrier()  # the last unit's scratch has been read
         first = i_g * (H // G) + i_p * HEADS
         slot = tl.load(slot_ptr + i_b).to(tl.int64)
         valid = tl.load(valid_ptr + i_b)
@@ -225,10 +226,10 @@ def flush_kernel(
         C = tl.load(C_ptr + i_b * C_stride + i_g * N + n, mask=n < N, other=0.0).to(tl.float32)
         if ROTATE:
             C = rotate_vector(C, sign_ptr, N, NP)
-        vector = vector_ptr + ((i_b * G + i_g) * PARTS + i_p) * N
+        vector = vector_ptr + tl.program_id(0) * N
         tl.store(vector + n, C, mask=n < N)
         ring_B = ring_B_ptr + slot * ring_B_stride + i_g * N
-        window = window_ptr + ((i_b * G + i_g) * PARTS + i_p) * (L * N)
+        window = window_ptr + tl.program_id(0).to(tl.int64) * (L * N)
         for j in range(valid + 1):
             past = tl.load(ring_B + j * (G * N) + n, mask=(n < N) & (j < valid), other=0.0)
             B = B_ptr + i_b * B_stride + i_g * N + n
