@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ..common.planes import PAIRS, decode_tile
 from ..common.store import encode_state
-from .prepare import fetch, halves
+from .prepare import halves
 
 
 @triton.jit
@@ -193,21 +193,6 @@ def _fold_dot(
     return evens + odds
 
 
-@triton.constexpr_function
-def lines_of(words):
-    """Cache lines of 128 bytes that hold so many int32 words, rounded up to a power of two."""
-    lines = max(1, words // 32)
-    return 1 << (lines - 1).bit_length()
-
-
-@triton.jit
-def _fetch_tile(plane, i_t, HEAD: tl.constexpr, V: tl.constexpr):
-    """Ask for a tile of a plane, int32 words at this head, ahead of its turn."""
-    TILE: tl.constexpr = HEAD * 2 * PAIRS // V
-    line = i_t * TILE + 32 * tl.arange(0, lines_of(TILE))
-    fetch(plane + tl.minimum(line, HEAD - 1))
-
-
 @triton.jit
 def flush_kernel(
     list_ptr, keys_ptr, query_ptr, gate_ptr, rate_ptr, v_ptr,  # see prepare_kernel
@@ -247,16 +232,6 @@ def flush_kernel(
         values = decode_tile(
             pair, column, row_ok, column_ok, code, low, scales, tiles, UPDATE, V, K
         )
-        later = unit + tl.num_programs(0)
-        if later < units:  # the program's next tile
-            i_b_later = tl.load(list_ptr + 1 + later // (HV * TILES))
-            slot_later = tl.load(slot_ptr + i_b_later).to(tl.int64)
-            i_h_later = later // TILES % HV
-            code_later = code_ptr + slot_later * code_stride + i_h_later * CODE_HEAD
-            _fetch_tile(code_later, later % TILES, CODE_HEAD, V)
-            if LOW_HEAD > 0:
-                low_later = low_ptr + slot_later * low_stride + i_h_later * LOW_HEAD
-                _fetch_tile(low_later, later % TILES, LOW_HEAD, V)
         head = i_b * HV + i_h
         key_head = i_b * HK + i_h // PER
         ring_v = ring_v_ptr + slot * ring_v_stride + i_h * V

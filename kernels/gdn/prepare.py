@@ -48,7 +48,7 @@ def rotate_rows(x, sign_ptr, ROWS: tl.constexpr, K: tl.constexpr, KP: tl.constex
 
 
 @triton.jit
-def fetch(ptr):
+def _fetch(ptr):
     """Ask for the cache lines of a pointer tensor ahead of use, into the L2."""
     if PTX:
         tl.inline_asm_elementwise(
@@ -244,10 +244,10 @@ def prepare_kernel(
     LINE: tl.constexpr = 1024 // ring_k_ptr.dtype.element_ty.primitive_bitwidth
     line = tl.arange(0, KP // LINE if KP > LINE else 1)[None, :] * LINE
     first_k = ring_k_ptr + slot * ring_k_stride + i_k * K
-    fetch(first_k + token[:, None] * (HK * K) + tl.minimum(line, K - 1))
-    fetch(ring_g_ptr + slot * ring_g_stride + token * (HV * GW) + i_k * (PER * GW))
-    fetch(ring_beta_ptr + slot * ring_beta_stride + token * HV + i_k * PER)
-    fetch(ring_rk_ptr + slot * ring_rk_stride + token * HK + i_k)
+    _fetch(first_k + token[:, None] * (HK * K) + tl.minimum(line, K - 1))
+    _fetch(ring_g_ptr + slot * ring_g_stride + token * (HV * GW) + i_k * (PER * GW))
+    _fetch(ring_beta_ptr + slot * ring_beta_stride + token * HV + i_k * PER)
+    _fetch(ring_rk_ptr + slot * ring_rk_stride + token * HK + i_k)
     q = tl.load(q_ptr + i_b * q_stride + i_k * K + n, mask=n_ok, other=0.0).to(tl.float32)
     k_raw = tl.load(k_ptr + i_b * k_stride + i_k * K + n, mask=n_ok, other=0.0)
     k_raw = k_raw.to(ring_k_ptr.dtype.element_ty)

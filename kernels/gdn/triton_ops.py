@@ -7,7 +7,6 @@ rows flush is data; nothing waits for the device, so a CUDA graph may hold the s
 
 from __future__ import annotations
 
-import contextlib
 import json
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,20 +27,15 @@ from .reference import NORM_EPS, check_inputs
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """rows and warps of a readout program; registers of a flush and of a prepare program (at most).
+    """rows and warps of a readout program; registers of a flush program (at most).
 
     dot_from: windows of at least this length fold by matrix products, shorter ones token by token.
-    overlap: flushes run on a second stream beside the readout, 1 or 0; flush_per_sm: flush programs
-    an SM, which share the tiles of all flushing rows, so that none is started for nothing.
     """
 
     rows: int
     warps: int
-    flush_registers: int = 128
+    flush_registers: int = 168
     dot_from: int = 5
-    prepare_registers: int = 64
-    overlap: int = 0
-    flush_per_sm: int = 16
 
 
 LAUNCH = {
@@ -51,6 +45,9 @@ LAUNCH = {
     32: LaunchConfig(64, 4),
 }
 """Bits of the readout's codes -> launch configuration."""
+
+FLUSH_PROGRAMS_PER_SM = 16
+"""Flush programs share the tiles of all flushing rows, so that none is started for nothing."""
 
 _RING = ("ring_k", "ring_v", "ring_g", "ring_beta", "ring_rk")
 
@@ -62,20 +59,10 @@ def _rotation_signs(n: int, device: torch.device) -> torch.Tensor:
 
 
 @lru_cache(maxsize=32)
-def _processors(device: torch.device) -> int:
+def _flush_programs(device: torch.device) -> int:
     if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@lru_cache(maxsize=32)
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-def _registers(count: int) -> dict:
-    """Triton's limit on the registers of a thread, which only its CUDA backend knows."""
-    return {} if torch.version.hip else {"maxnreg": count}
+        return 4
+    return FLUSH_PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _ring_arguments(views: StateViews, names: tuple[str, ...] = _RING) -> dict:
@@ -223,26 +210,8 @@ def _run(
         PERP=triton.next_power_of_2(per_key), GW=gate_width,
         RAW_GATES=A_log is not None, NEGATIVE=negative, L2NORM=l2norm, EPS=NORM_EPS,
         ROTATE=config.rotate, DOT=dot, LP=window, OUTPUT=plane_sizes["OUTPUT"],
-        num_warps=1, num_stages=1, **_registers(launch.prepare_registers), **ring, **size,
+        num_warps=1, num_stages=1, **ring, **size,
     )  # fmt: skip
-    if length == 1:
-        out.zero_()  # padding rows, which no program visits
-    overlap = bool(launch.overlap) and length > 1 and device.type == "cuda"
-    if overlap:  # joined again below, so that the caller sees one stream
-        main, side = torch.cuda.current_stream(device), _side_stream(device)
-        side.wait_stream(main)
-    flush_ring = {k: t for k, t in ring.items() if not k.startswith(("ring_k_", "ring_rk_"))}
-    with torch.cuda.stream(side) if overlap else contextlib.nullcontext():
-        programs = min(batch * hv * plane_sizes["TILES"], launch.flush_per_sm * _processors(device))
-        flush_kernel[(programs,)](
-            listed, keys, query, gate, rate, v, *system.values(),
-            slot_ptr=rows.slots, valid_ptr=rows.valid, position_ptr=rows.position, key_ptr=rows.key,
-            y_ptr=out, v_stride=v.stride(0), y_stride=out.stride(0),
-            layer=layer, head_offset=head_offset,
-            WP=padded // 8, PER=per_key, GW=gate_width, DOT=dot, LP=window,
-            num_warps=launch_warps(n), num_stages=1, **_registers(launch.flush_registers),
-            **flush_ring, **planes, **size, **plane_sizes, **rounding_sizes(config),
-        )  # fmt: skip
     if length > 1:
         names = ("copy", "copy_scale", "copy_tile")
         copy = {name + end: planes[name + end] for name in names for end in ("_ptr", "_stride")}
@@ -256,8 +225,20 @@ def _run(
             **copy,
             **{s: plane_sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES", "OUTPUT")},
         )  # fmt: skip
-    if overlap:
-        main.wait_stream(side)
+    else:
+        out.zero_()  # padding rows, which no program visits
+    del ring["ring_k_ptr"], ring["ring_k_stride"], ring["ring_rk_ptr"], ring["ring_rk_stride"]
+    registers = {} if torch.version.hip else {"maxnreg": launch.flush_registers}
+    programs = min(batch * hv * plane_sizes["TILES"], _flush_programs(device))
+    flush_kernel[(programs,)](
+        listed, keys, query, gate, rate, v, *system.values(),
+        slot_ptr=rows.slots, valid_ptr=rows.valid, position_ptr=rows.position, key_ptr=rows.key,
+        y_ptr=out, v_stride=v.stride(0), y_stride=out.stride(0),
+        layer=layer, head_offset=head_offset,
+        WP=padded // 8, PER=per_key, GW=gate_width, DOT=dot, LP=window,
+        num_warps=launch_warps(n), num_stages=1, **registers, **ring, **planes, **size,
+        **plane_sizes, **rounding_sizes(config),
+    )  # fmt: skip
 
 
 _PLANES = ("ckpt", "ckpt_low", "ckpt_scale", "ckpt_tile_scale")
