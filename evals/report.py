@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from .schema import (
+    SCHEMA,
     ArmRecord,
     Comparison,
     IntervalRecord,
@@ -33,11 +36,34 @@ def load(path: Path) -> RunRecord:
 
 
 def load_all(folder: Path) -> dict[str, RunRecord]:
-    """Every result file of a folder of committed results, by file name, newest run first."""
-    found = {p.name: load(p) for p in sorted(folder.glob("*.json"))}
+    """Every result file of a folder of committed results, by file name, newest run first. JSON
+    files of other kinds are passed over."""
+    found = {p.name: load(p) for p in sorted(folder.glob("*.json")) if _is_result(p)}
     if not found:
         raise ResultError(f"{folder} holds no result file; give a folder that --out wrote")
     return dict(sorted(found.items(), key=lambda kv: kv[1].created, reverse=True))
+
+
+def _is_result(path: Path) -> bool:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    return isinstance(version, str) and version.startswith(SCHEMA.partition("/")[0])
+
+
+def compact(run: RunRecord) -> str:
+    """The record without its units, an entry a line: small enough to commit, and still a record."""
+    data = json.loads(run.model_copy(update={"units": []}).model_dump_json(exclude_none=True))
+    parts = []
+    for key, value in data.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            rows = ",\n".join(json.dumps(v, separators=(",", ":")) for v in value)
+            parts.append(f"{json.dumps(key)}:[\n{rows}\n]")
+        else:
+            parts.append(f"{json.dumps(key)}:{json.dumps(value)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def replace_part(text: str, part: str, name: str) -> str:
@@ -267,7 +293,8 @@ def results_page(runs: dict[str, RunRecord]) -> str:
     for name, run in runs.items():
         parts += [f"## {name}", summary(run)]
         text = markdown(run)
-        parts.append(text[text.index("\n") + 1 :].replace("\n## ", "\n### ").strip())
+        body = text[text.index("\n") + 1 :].strip()
+        parts.append(re.sub(r"^(##+ )", r"#\1", body, flags=re.MULTILINE))
     return "\n\n".join(parts)
 
 

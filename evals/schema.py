@@ -36,8 +36,8 @@ class Environment(_Record):
     """What the numbers were made with. Hardware is a class (cpu, or the GPU's product name)."""
 
     toolkit: str
-    commit: str | None
-    dirty: bool | None
+    commit: str | None = None
+    dirty: bool | None = None
     python: str
     packages: dict[str, str]
     hardware: str
@@ -77,7 +77,7 @@ class ArmRecord(_Record):
     name: str
     role: Role
     label: str
-    config: dict[str, Any] | None
+    config: dict[str, Any] | None = None
     layers: dict[str, dict[str, Any]] | None = None
     recipe: str | None = None
     digest: str
@@ -94,8 +94,8 @@ class TaskRecord(_Record):
     description: str
     scored: Literal["accuracy", "likelihood"]
     settings: dict[str, Any]
-    chance: float | None
-    threshold: float | None
+    chance: float | None = None
+    threshold: float | None = None
     margin: float
     metric: str
 
@@ -192,12 +192,12 @@ class Comparison(_Record):
     seeds: list[int]
     documents: int
     answers: int
-    reference_accuracy: float | None
-    accuracy: float | None
+    reference_accuracy: float | None = None
+    accuracy: float | None = None
     reference_exact: float | None = None
     exact: float | None = None
     delta: IntervalRecord
-    delta_seed_sd: float | None
+    delta_seed_sd: float | None = None
     p_value: float
     flips_worse: int
     flips_better: int
@@ -229,8 +229,8 @@ class GateOutcome(_Record):
     task: str
     metric: str
     threshold: float
-    value: float | None
-    bound: float | None
+    value: float | None = None
+    bound: float | None = None
     verdict: Verdict
     reason: str
 

@@ -18,9 +18,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("path", type=Path, help="a result file, or a folder that --out wrote")
     parser.add_argument(
         "--format",
-        choices=("md", "json", "summary", "results"),
+        choices=("md", "json", "compact", "summary", "results"),
         default="md",
-        help="everything, the record, one table, or all result files of a folder on one page",
+        help="everything, the record, the record without its units (to commit), one table, or all "
+        "result files of a folder on one page",
     )
     parser.add_argument(
         "--into", type=Path, metavar="FILE", help="replace what stands between FILE's result marks"
@@ -35,10 +36,13 @@ def main(argv: list[str] | None = None) -> int:
             text = report.results_page(report.load_all(args.path))
         else:
             run = report.load(args.path)
-            render = {"md": report.markdown, "summary": report.summary}
-            text = (
-                run.model_dump_json(indent=1) if args.format == "json" else render[args.format](run)
-            )
+            render = {
+                "md": report.markdown,
+                "json": lambda r: r.model_dump_json(indent=1),
+                "compact": report.compact,
+                "summary": report.summary,
+            }
+            text = render[args.format](run)
         if args.into is None:
             print(text)
             return 0

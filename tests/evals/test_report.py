@@ -166,10 +166,29 @@ def test_tables_replace_what_stands_between_the_marks(run: RunRecord, tmp_path, 
     assert "lacks the lines" in capsys.readouterr().err
 
 
+def test_a_compact_record_reports_the_same(run: RunRecord, tmp_path, capsys) -> None:
+    write_json(tmp_path / "results.json", run)
+    assert door.main([str(tmp_path), "--format", "compact"]) == 0
+    text = capsys.readouterr().out
+    (tmp_path / "results.json").write_text(text)
+    small = report.load(tmp_path)
+    assert small.units == [] and report.markdown(small) == report.markdown(run)
+    assert small.comparisons == run.comparisons
+    assert len(text) < len(run.model_dump_json())
+
+
+def test_other_json_beside_results_is_passed_over(run: RunRecord, tmp_path) -> None:
+    write_json(tmp_path / "a.json", run)
+    (tmp_path / "numbers.json").write_text("[1, 2]")
+    (tmp_path / "broken.json").write_text("{")
+    assert list(report.load_all(tmp_path)) == ["a.json"]
+
+
 def test_results_page_holds_every_file_newest_first(run: RunRecord, tmp_path, capsys) -> None:
     write_json(tmp_path / "a.json", run)
     write_json(tmp_path / "b.json", run.model_copy(update={"created": "2026-01-01T00:00:00"}))
     assert door.main([str(tmp_path), "--format", "results"]) == 0
     text = capsys.readouterr().out
-    assert text.index("## b.json") < text.index("## a.json") and "### model" in text
+    assert text.index("## b.json") < text.index("## a.json")
+    assert "\n### model\n" in text and "\n#### task\n" in text
     assert door.main([str(tmp_path / "none"), "--format", "results"]) == 2
