@@ -298,6 +298,7 @@ def float_code(
             exponent = tl.maximum((as_bits(mag) >> 23) - 127, EMIN)
             steps = tl.ceil(mag * as_float((M - exponent + 127) << 23))
             code = tl.minimum(((exponent - EMIN) << M) + steps.to(tl.int32), FIELDS[2])
+            code = tl.maximum(code, (mag > 0).to(tl.int32))  # a GPU's ceil flushes subnormals
         elif BITS == 8:
             code = (field + ((r << (DROP - 8)) | (1 << (DROP - 9)))) >> DROP
         elif DROP >= 17:
