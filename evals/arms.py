@@ -29,6 +29,7 @@ STORY: tuple[tuple[Role, str], ...] = (
     ("shared", "nvfp4:same:rn@1"),
     ("shared", "fp8:same@16"),
     ("shared", "nvfp4:same@16"),
+    ("shared", "int8:same:rot@16"),
     ("candidate", "fp16:nvfp4"),
     ("candidate", "fp8:nvfp4"),
     ("candidate", "P4+8:rot"),

@@ -95,7 +95,7 @@ def test_no_flags_mean_the_shipped_pair_and_the_story() -> None:
     plan = runner.plan(_request())
     assert [m.name for m in plan.request.models] == ["tiny-nemotron-h", "tiny-qwen3.5"]
     roles = [a.role for a in plan.arms["tiny-qwen3.5"]]
-    assert roles == ["reference", "floor", *["shared"] * 5, *["candidate"] * 4]
+    assert roles == ["reference", "floor", *["shared"] * 6, *["candidate"] * 4]
     assert len(plan.request.seeds) >= 3
 
 
