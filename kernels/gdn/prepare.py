@@ -18,20 +18,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..common.activation import softplus
 from ..common.planes import PTX
 from ..common.readout import store_vector
 
 _CHUNK = tl.constexpr(128)
-
-
-@triton.jit
-def softplus(x):
-    """log(1 + exp(x)) to a few ulp; large arguments come back as they are."""
-    e = tl.exp(tl.minimum(x, 20.0))
-    u = 1.0 + e  # log(u) * e / (u - 1) undoes the rounding of u
-    small = u == 1.0
-    y = tl.where(small, e, tl.log(u) * (e / tl.where(small, 1.0, u - 1.0)))
-    return tl.where(x > 20.0, x, y)
 
 
 @triton.jit
