@@ -19,7 +19,8 @@ from ..common.store import (
     read_state,
     rounding_sizes,
 )
-from .decode import flush_kernel, readout_kernel
+from .decode import readout_kernel
+from .flush import flush_kernel
 from .reference import check_inputs, fold_ring
 
 FLUSH_PROGRAMS = 132 * 12
