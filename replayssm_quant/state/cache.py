@@ -1,8 +1,14 @@
 """Slots of recurrent state: allocate, clear, copy, save and restore; read and write checkpoints.
 
-A pool has one uint8 page a slot for each recurrent layer, and three vectors a slot that all layers
-share: ``valid`` (ring inputs since the last flush), ``position`` (tokens seen) and ``key`` (the
-request's random key). Layers of a request advance in lockstep.
+A pool has one uint8 page a slot for each recurrent layer, and vectors a slot that all layers share:
+``valid`` (ring inputs since the last flush), ``position`` (tokens seen) and ``key`` (the request's
+random key). Layers of a request advance in lockstep.
+
+With drafts (speculative decoding) a step verifies up to T tokens, of which a prefix is accepted
+later. ``valid`` and ``position`` then count committed tokens only, and ``pending`` the tokens that
+the last step appended behind them. Accepting some is a move of ``valid``; the others are
+overwritten by the next step. So a step is ``commit``, ``verify_rows``, the layers,
+``advance_verify``: none of them waits for the device.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ from ..formats.packing import from_page, to_page
 from ..formats.philox import element_bits
 from ..formats.rotation import rotate
 from .geometry import LayerGeometry
-from .layout import StateLayout, StateViews
+from .layout import StateLayout, StateViews, ring_capacity
 from .replay import first_offset
 
 PAD_SLOT = -1
@@ -48,48 +54,172 @@ class StepRows:
         """The rows at the given indices."""
         return StepRows(*(getattr(self, n)[rows] for n in self.__dataclass_fields__))
 
-    def check(self, slots: int, buffer_len: int) -> None:
-        """Raise unless these rows can step a pool of ``slots`` slots with rings of ``buffer_len``.
+    def check(self, slots: int, buffer_len: int, capacity: int | None = None) -> None:
+        """Raise unless these rows can step a pool of ``slots`` slots with windows of
+        ``buffer_len``, in rings of ``capacity`` (by default as long).
 
         Dtypes and shapes are checked first; then, which waits for the device, that live slots are
         in range and distinct and that no ring holds more than the step allows.
         """
-        want = {
-            "slots": (torch.int64, torch.int32),
-            "valid": (torch.int32,),
-            "flush": (torch.bool,),
-            "position": (torch.int32,),
-            "key": (torch.int64,),
-        }
-        for name, dtypes in want.items():
-            value = getattr(self, name)
-            if value.dtype not in dtypes:
-                raise TypeError(f"rows.{name} is {value.dtype}; it must be {dtypes[0]}")
-            if value.shape != self.slots.shape or value.ndim != 1:
-                raise ValueError(
-                    f"rows.{name} has shape {tuple(value.shape)}; every vector needs one entry a "
-                    f"row, as slots {tuple(self.slots.shape)}"
-                )
+        _check_vectors(self)
+        capacity = buffer_len if capacity is None else capacity
         _in_range(self.slots, slots, pad=True)
         live = self.take(self.live)
         _distinct(live.slots)
         if live.slots.numel() == 0:
             return
         low, high = int(live.valid.min()), int(live.valid.max())
-        if low < 0 or high >= buffer_len:
+        if low < 0 or high >= capacity:
             raise ValueError(
-                f"rows.valid holds {low if low < 0 else high}; a ring of {buffer_len} allows 0 to "
-                f"{buffer_len - 1} inputs before a step"
+                f"rows.valid holds {low if low < 0 else high}; a ring of {capacity} allows 0 to "
+                f"{capacity - 1} inputs before a step"
             )
-        full = (live.valid == buffer_len - 1) & ~live.flush
+        full = (live.valid >= buffer_len - 1) & ~live.flush
         if bool(full.any()):
-            slot = int(live.slots[full][0])
+            slot, held = int(live.slots[full][0]), int(live.valid[full][0])
             raise ValueError(
-                f"slot {slot} holds {buffer_len - 1} inputs and does not flush; the last step of a "
-                "window must"
+                f"slot {slot} holds {held} inputs and does not flush; the last step of a window "
+                "must"
             )
         if int(live.position.min()) < 1:
             raise ValueError("rows.position counts the tokens after the step, so it is at least 1")
+
+
+@dataclass
+class VerifyRows:
+    """Control of a step that verifies drafts, a row for each sequence of the batch.
+
+    slots int64 [b] (``PAD_SLOT`` marks padding); valid int32 [b] committed ring inputs before the
+    step; flush bool [b]: they are folded into the checkpoint first, and the ring starts anew; count
+    int32 [b] tokens of the step, 0 to T; position int32 [b] committed tokens, which is what the
+    random bits of a flush depend on; key int64 [b]; ancestors int32 [b, T] or None: for a tree of
+    drafts bit j of entry t says that token j is t itself or comes before it on its path (bits above
+    t are clear). None is a chain: every token follows the one before.
+    """
+
+    slots: torch.Tensor
+    valid: torch.Tensor
+    flush: torch.Tensor
+    count: torch.Tensor
+    position: torch.Tensor
+    key: torch.Tensor
+    ancestors: torch.Tensor | None = None
+
+    @property
+    def live(self) -> torch.Tensor:
+        """Rows that are not padding, as indices."""
+        return (self.slots != PAD_SLOT).nonzero(as_tuple=True)[0]
+
+    @property
+    def base(self) -> torch.Tensor:
+        """int32 [b]: ring index of a row's first token."""
+        return torch.where(self.flush, 0, self.valid)
+
+    def take(self, rows: torch.Tensor) -> VerifyRows:
+        """The rows at the given indices."""
+        parts = (getattr(self, name) for name in self.__dataclass_fields__)
+        return VerifyRows(*(None if p is None else p[rows] for p in parts))
+
+    def folding(self) -> StepRows:
+        """Rows of the fold alone: all others are padding, and ``valid`` inputs are to be folded."""
+        slots = torch.where(self.flush, self.slots, PAD_SLOT)
+        return StepRows(slots, self.valid, self.flush, self.position, self.key)
+
+    def paths(self, width: int) -> torch.Tensor:
+        """bool [b, T, T]: token j is on the path of token t, and both are in the row."""
+        index = torch.arange(width, device=self.slots.device)
+        if self.ancestors is None:
+            path = (index[None, :] <= index[:, None])[None]
+        else:
+            path = (self.ancestors[:, :, None] >> index & 1) != 0
+        inside = index < self.count[:, None]
+        return path & inside[:, :, None] & inside[:, None, :]
+
+    def check(self, slots: int, capacity: int, width: int) -> None:
+        """Raise unless these rows can verify ``width`` tokens in a pool of ``slots`` slots.
+
+        Dtypes and shapes are checked first; then, which waits for the device, that live slots are
+        in range and distinct, that the tokens fit the rings of ``capacity`` and that a tree's nodes
+        follow their parents.
+        """
+        _check_vectors(self)
+        batch = self.slots.shape[0]
+        tree = self.ancestors
+        if tree is not None and (tree.dtype != torch.int32 or tree.shape != (batch, width)):
+            raise ValueError(
+                f"rows.ancestors is {tree.dtype} {tuple(tree.shape)}; a tree needs int32 "
+                f"{(batch, width)}"
+            )
+        _in_range(self.slots, slots, pad=True)
+        live = self.take(self.live)
+        _distinct(live.slots)
+        if live.slots.numel() == 0:
+            return
+        for name, value, top in (
+            ("valid", live.valid, capacity - 1),
+            ("count", live.count, width),
+            ("base + count", live.base + live.count, capacity),
+        ):
+            low, high = int(value.min()), int(value.max())
+            if low < 0 or high > top:
+                raise ValueError(
+                    f"rows.{name} holds {low if low < 0 else high}; a ring of {capacity} and a "
+                    f"step of {width} tokens allow 0 to {top}"
+                )
+        if live.ancestors is not None:
+            _check_tree(live.ancestors, width)
+
+
+def _check_vectors(rows: StepRows | VerifyRows) -> None:
+    """Raise unless every vector of the rows has its dtype and one entry a row."""
+    want = {
+        "slots": (torch.int64, torch.int32),
+        "valid": (torch.int32,),
+        "flush": (torch.bool,),
+        "count": (torch.int32,),
+        "position": (torch.int32,),
+        "key": (torch.int64,),
+    }
+    for name, dtypes in want.items():
+        if name not in rows.__dataclass_fields__:
+            continue
+        value = getattr(rows, name)
+        if value.dtype not in dtypes:
+            raise TypeError(f"rows.{name} is {value.dtype}; it must be {dtypes[0]}")
+        if value.shape != rows.slots.shape or value.ndim != 1:
+            raise ValueError(
+                f"rows.{name} has shape {tuple(value.shape)}; every vector needs one entry a "
+                f"row, as slots {tuple(rows.slots.shape)}"
+            )
+
+
+def _check_tree(ancestors: torch.Tensor, width: int) -> None:
+    """Raise unless each token's path is its parent's and itself, and parents come first."""
+    for row, masks in enumerate(ancestors.tolist()):
+        for t, mask in enumerate(masks):
+            above = mask & ((1 << t) - 1)
+            parent = above.bit_length() - 1
+            if mask >> t != 1 or (above and masks[parent] != above):
+                raise ValueError(
+                    f"rows.ancestors of row {row}, token {t} of {width} is {mask:#b}; it must be "
+                    "the token's own bit and the mask of its parent, which comes before it"
+                )
+
+
+def tree_ancestors(parents: torch.Tensor) -> torch.Tensor:
+    """Ancestor masks int32 [b, T] of a tree given by parents, integer [b, T].
+
+    parents[:, t] is the index of the token that token t follows, or -1 if that is the last
+    committed one; it must be below t. On the device, without waiting for it.
+    """
+    width = parents.shape[1]
+    masks: list[torch.Tensor] = []
+    for t in range(width):
+        mask = torch.full_like(parents[:, 0], 1 << t, dtype=torch.int32)
+        for j, above in enumerate(masks):
+            mask = mask | torch.where(parents[:, t] == j, above, 0)
+        masks.append(mask.to(torch.int32))
+    return torch.stack(masks, 1)
 
 
 def _in_range(slots: torch.Tensor, count: int, pad: bool = False) -> None:
@@ -194,8 +324,9 @@ class StatePool:
     """Recurrent state of up to ``slots`` requests for the given layers, on one device.
 
     ring_storage: dtype of ring activations (``fp32``, ``bf16``, ``fp16``). Pages are zero at the
-    start, which decodes to a zero state in every format. debug checks every step's rows in full
-    (``StepRows.check``), which waits for the device.
+    start, which decodes to a zero state in every format. drafts: draft tokens that a step verifies
+    at most, 0 for plain decoding. debug checks every step's rows in full (``StepRows.check``),
+    which waits for the device.
     """
 
     def __init__(
@@ -207,6 +338,7 @@ class StatePool:
         ring_storage: str = "bf16",
         device: torch.device | str = "cpu",
         debug: bool = False,
+        drafts: int = 0,
     ):
         if slots < 1:
             raise ValueError(f"a pool needs at least one slot, not {slots}")
@@ -223,8 +355,11 @@ class StatePool:
                 f"layers of one model flush together, but buffer_len differs: {sorted(lengths)}"
             )
         self.buffer_len = lengths.pop()
+        self.capacity, self.drafts = ring_capacity(self.buffer_len, drafts), drafts
         self.debug = debug
-        self.layouts = {i: StateLayout(g, self.configs[i], ring_storage) for i, g in layers.items()}
+        self.layouts = {
+            i: StateLayout(g, self.configs[i], ring_storage, drafts) for i, g in layers.items()
+        }
         self.pages = {
             i: torch.zeros(slots, layout.page_bytes, dtype=torch.uint8, device=device)
             for i, layout in self.layouts.items()
@@ -234,6 +369,7 @@ class StatePool:
         self.offset = torch.zeros(slots, dtype=torch.int32, device=device)
         self.position = torch.zeros(slots, dtype=torch.int32, device=device)
         self.key = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.pending = torch.zeros(slots, dtype=torch.int32, device=device)
 
     @property
     def slots(self) -> int:
@@ -241,7 +377,8 @@ class StatePool:
 
     @property
     def bytes_per_slot(self) -> int:
-        """State bytes of one request: every page, without the cursors (``CURSOR_BYTES``)."""
+        """State bytes of one request: every page, without the cursors (``CURSOR_BYTES``,
+        ``PENDING_BYTES``)."""
         return sum(layout.page_bytes for layout in self.layouts.values())
 
     @property
@@ -287,6 +424,7 @@ class StatePool:
             for page in self.pages.values():
                 page[slots] = 0
         self.valid[slots] = 0
+        self.pending[slots] = 0
         self.position[slots] = positions.to(torch.int32)
         self.key[slots] = keys
         stagger = any(c.stagger for c in self.configs.values())
@@ -333,7 +471,13 @@ class StatePool:
         flush = (valid + self.offset[safe] + 1 >= self.buffer_len) | force_flush
         rows = StepRows(slots, valid, flush & live, self.position[safe] + 1, self.key[safe])
         if self.debug:
-            rows.check(self.slots, self.buffer_len)
+            rows.check(self.slots, self.buffer_len, self.capacity)
+            waiting = self.pending[safe[live]]
+            if bool((waiting > 0).any()):
+                raise ValueError(
+                    f"slot {int(safe[live][waiting > 0][0])} has drafts that await acceptance; "
+                    "commit before the next step"
+                )
         return rows
 
     def advance(self, rows: StepRows) -> None:
@@ -342,6 +486,75 @@ class StatePool:
         self.valid[rows.slots] = torch.where(rows.flush, 0, rows.valid + 1).to(torch.int32)
         self.offset[rows.slots] = torch.where(rows.flush, 0, self.offset[rows.slots])
         self.position[rows.slots] = rows.position
+
+    def commit(self, slots: torch.Tensor, accepted: torch.Tensor) -> None:
+        """Keep the first ``accepted`` tokens of each slot's last step and forget the others.
+
+        slots int64 [b] (``PAD_SLOT`` skips a row), accepted integer [b], 0 to the tokens of that
+        step; more are cut to that number. A slot that has nothing pending is left as it is, so that
+        committing twice, or after a plain step, changes nothing.
+        """
+        if accepted.shape != slots.shape or accepted.is_floating_point():
+            raise ValueError(
+                f"accepted must be integers, one a slot {tuple(slots.shape)}, not "
+                f"{accepted.dtype} {tuple(accepted.shape)}"
+            )
+        if self.debug or not slots.is_cuda:
+            self._check(slots, pad=True, distinct=False)
+        live = slots != PAD_SLOT
+        safe = torch.where(live, slots, 0)
+        waiting = torch.where(live, self.pending[safe], 0)
+        kept = torch.minimum(accepted.to(torch.int32).clamp(min=0), waiting)
+        for vector, change in ((self.valid, kept), (self.position, kept), (self.pending, -waiting)):
+            vector.index_add_(0, safe, change)  # a padding row adds 0 to slot 0
+
+    def verify_rows(
+        self,
+        slots: torch.Tensor,
+        count: torch.Tensor,
+        ancestors: torch.Tensor | None = None,
+    ) -> VerifyRows:
+        """Control rows of a step that verifies ``count`` int [b] tokens of each slot.
+
+        Call ``commit`` first. Slots whose committed inputs fill a window of L flush before their
+        tokens are read; ancestors int32 [b, T]: see ``VerifyRows`` and ``tree_ancestors``. Slots
+        are checked on the CPU, and on a GPU only with ``debug``.
+        """
+        if not self.drafts:
+            raise ValueError("this pool verifies no drafts; make it with drafts=1 to 7")
+        if self.debug or not slots.is_cuda:
+            self._check(slots, pad=True, distinct=False)
+        live = slots != PAD_SLOT
+        safe = torch.where(live, slots, 0)
+        valid = self.valid[safe]
+        flush = (valid + self.offset[safe] >= self.buffer_len) & (valid > 0) & live
+        rows = VerifyRows(
+            slots,
+            valid,
+            flush,
+            count.to(torch.int32),
+            self.position[safe],
+            self.key[safe],
+            ancestors,
+        )
+        if self.debug:
+            rows.check(self.slots, self.capacity, 1 + self.drafts)
+            if bool((self.pending[safe[live]] > 0).any()):
+                raise ValueError("drafts await acceptance; commit before the next step")
+        return rows
+
+    def advance_verify(self, rows: VerifyRows) -> None:
+        """Move the cursors after every layer has taken the step; call once a step."""
+        live = rows.slots != PAD_SLOT
+        safe = torch.where(live, rows.slots, 0)
+        folded = rows.flush & live
+        changes = (
+            (self.valid, torch.where(folded, -rows.valid, 0)),
+            (self.offset, torch.where(folded, -self.offset[safe], 0)),
+            (self.pending, torch.where(live, rows.count - self.pending[safe], 0)),
+        )
+        for vector, change in changes:
+            vector.index_add_(0, safe, change.to(torch.int32))
 
     def clear(self, slots: torch.Tensor) -> None:
         """Zero everything of these slots: checkpoint, copy, scales, rings, cursors, keys."""
@@ -352,7 +565,8 @@ class StatePool:
             vector[slots] = 0
 
     def _vectors(self) -> dict[str, torch.Tensor]:
-        return {name: getattr(self, name) for name in ("valid", "offset", "position", "key")}
+        names = ("valid", "offset", "position", "key")
+        return {name: getattr(self, name) for name in (*names, *(("pending",) * bool(self.drafts)))}
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy whole requests, rings and cursors included, from slot to slot."""
@@ -400,7 +614,9 @@ __all__ = [
     "PAD_SLOT",
     "StatePool",
     "StepRows",
+    "VerifyRows",
     "read_checkpoint",
     "read_copy",
+    "tree_ancestors",
     "write_state",
 ]

@@ -20,6 +20,24 @@ if TYPE_CHECKING:
 ALIGN = 128
 CURSOR_BYTES = 20
 """Of one request, for all layers together: valid, offset and position int32, key int64."""
+PENDING_BYTES = 4
+"""More of them with drafts: the number of tokens that await acceptance, int32."""
+MAX_DRAFTS = 7
+"""Draft tokens that a step may verify; with the token they follow, T = 8."""
+
+
+def ring_capacity(buffer_len: int, drafts: int = 0) -> int:
+    """Inputs that a ring holds: L, or L + T where a step verifies T = 1 + drafts tokens.
+
+    A step meets at most L - 1 committed inputs that are not due for a flush, so that up to
+    L - 1 + T may be committed before the next one, which folds them all; a plain step then folds
+    its own token with them. Raises ValueError or TypeError for drafts out of range.
+    """
+    if isinstance(drafts, bool) or not isinstance(drafts, int):
+        raise TypeError(f"drafts {drafts!r} is not an integer; use 0 to {MAX_DRAFTS}")
+    if not 0 <= drafts <= MAX_DRAFTS:
+        raise ValueError(f"drafts {drafts} is out of range; use 0 (none) to {MAX_DRAFTS}")
+    return buffer_len + 1 + drafts if drafts else buffer_len
 
 
 @dataclass
@@ -31,7 +49,8 @@ class StateViews:
     Rings of Mamba-2: ring_x [slots, L, H, P] and ring_B [slots, L, G, N] as the model computes
     them, ring_dt [slots, L, H] fp32 after bias and softplus. Of GDN: ring_k [slots, L, HK, K] raw,
     ring_v [slots, L, HV, V], and fp32 ring_g [slots, L, HV, 1] (log decay), ring_beta
-    [slots, L, HV], ring_rk [slots, L, HK] = 1 / |k|.
+    [slots, L, HV], ring_rk [slots, L, HK] = 1 / |k|. With drafts a ring has L + T entries
+    (``ring_capacity``) instead of L.
     """
 
     ckpt: torch.Tensor
@@ -73,15 +92,23 @@ class Field:
 class StateLayout:
     """Fields and bytes of one layer's page for a geometry, a config and an activation dtype.
 
-    ring_storage is the dtype of the ring's activations (``bf16``, ``fp16`` or ``fp32``). Raises
-    ValueError where a format does not fit the geometry.
+    ring_storage is the dtype of the ring's activations (``bf16``, ``fp16`` or ``fp32``). drafts:
+    draft tokens that a step verifies at most (speculative decoding); they only lengthen the ring.
+    Raises ValueError where a format does not fit the geometry.
     """
 
-    def __init__(self, geometry: LayerGeometry, config: StateConfig, ring_storage: str = "bf16"):
+    def __init__(
+        self,
+        geometry: LayerGeometry,
+        config: StateConfig,
+        ring_storage: str = "bf16",
+        drafts: int = 0,
+    ):
         if ring_storage not in ("bf16", "fp16", "fp32"):
             raise ValueError(f"ring dtype '{ring_storage}' is not supported; use bf16, fp16, fp32")
         self.geometry, self.config, self.ring_storage = geometry, config, ring_storage
-        g, length = geometry, config.buffer_len
+        self.drafts, self.capacity = drafts, ring_capacity(config.buffer_len, drafts)
+        g, length = geometry, self.capacity
         shape = (g.heads, g.rows, g.n)
         planes = [("ckpt", p) for p in config.update.planes(*shape)]
         if config.output is not None:
@@ -152,7 +179,7 @@ class StateLayout:
     @property
     def ring_row_bytes(self) -> float:
         """Ring bytes of one token."""
-        return self.ring_bytes / self.config.buffer_len
+        return self.ring_bytes / self.capacity
 
     @property
     def state_bytes_per_step(self) -> float:
@@ -176,6 +203,23 @@ class StateLayout:
     def bytes_per_step(self) -> float:
         """State and ring bytes that one token moves, averaged over a window of L."""
         return self.state_bytes_per_step + self.ring_bytes_per_step
+
+    def verify_bytes(self, kept: int) -> tuple[float, float]:
+        """(state, ring) bytes that a step of T = 1 + drafts tokens moves if it keeps ``kept``.
+
+        Averaged from flush to flush, which are ceil(L / kept) steps: every step reads the copy once
+        and the committed inputs, and writes T; one of them folds all committed inputs first.
+        Raises ValueError for kept outside 1 to T.
+        """
+        if not 1 <= kept <= 1 + self.drafts:
+            raise ValueError(f"kept {kept} is out of range; a step keeps 1 to {1 + self.drafts}")
+        g, c = self.geometry, self.config
+        steps = -(-c.buffer_len // kept)
+        flush = (2 * self.checkpoint_bytes + self.copy_bytes) / steps
+        state = c.readout.readout_bytes(g.heads, g.rows, g.n) + flush
+        read = sum(kept * i for i in range(steps)) + kept * steps
+        rows = read / steps + 1 + self.drafts
+        return state, rows * self.ring_row_bytes
 
     def views(self, pages: torch.Tensor) -> StateViews:
         """Typed views over uint8 pages [slots, stride >= page_bytes], stride a multiple of 4."""
