@@ -5,10 +5,13 @@ values in between, hundreds of times a layer. ``RoundTrip`` computes them in a f
 pieces that stay in the cache: rounding by adding and subtracting a number whose ulp is the format's
 (nearest even), or by a floor in units of that ulp (stochastic), and Philox words for a whole piece
 at once. Same values as the codec and the same random bits as ``philox.element_bits``; only the sign
-of a zero may differ. Formats with 16 random bits go through the codec itself.
+of a zero may differ. Formats with 16 random bits go through the codec itself, and on a GPU with
+Triton the state is really stored and read again, by the kernels that decoding uses.
 """
 
 from __future__ import annotations
+
+import importlib.util
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +35,8 @@ class RoundTrip:
     """Rounds the states of one layer as a store at a flush does.
 
     heads, rows, n: shape of a request's state. keys int64 [b]: the requests' random keys. layer and
-    head_offset in global numbering, as in ``philox.element_bits``.
+    head_offset in global numbering, as in ``philox.element_bits``. impl: ``torch``, ``triton`` or
+    None (Triton for CUDA keys, where it can be imported and has the format).
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class RoundTrip:
         *,
         layer: int = 0,
         head_offset: int = 0,
+        impl: str | None = None,
     ):
         for fmt in (config.update, config.output):
             if fmt is not None:
@@ -53,6 +58,14 @@ class RoundTrip:
         self.layer, self.head_offset = layer, head_offset
         self.fast = n % 8 == 0 and config.random_bits == 8
         self.piece = max(1, PIECE // (heads * rows * n))
+        self._stored = None
+        if impl is None and keys.is_cuda and importlib.util.find_spec("triton") is not None:
+            impl = "triton"
+        if impl == "triton":
+            from .round_trip_triton import TritonRoundTrip, takes
+
+            if takes(config, rows, n):
+                self._stored = TritonRoundTrip(config, self.shape, keys, layer, head_offset)
         self._unit = 1.0
         if config.update.kind == "float":
             self._unit = 2.0 ** (23 - ELEMENTS[config.update.element].mantissa)
@@ -76,6 +89,8 @@ class RoundTrip:
         results live in buffers that the next call overwrites.
         """
         config = self.config
+        if self._stored is not None:
+            return self._stored(state, positions)
         if not self.fast:
             return self._by_codec(state, positions)
         if not config.update.rounds and config.output is None:

@@ -131,3 +131,28 @@ def test_odd_rows_and_lengths():
 def test_a_format_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="multiple of 8"):
         round_trip.RoundTrip(StateConfig.from_flags("P8+4"), 1, 4, 12, torch.zeros(1).long())
+
+
+@pytest.mark.parametrize(
+    ("update", "output", "rounding"),
+    [
+        ("e4m3", "nvfp4", "sr"),
+        ("P4+8", None, "sr"),
+        ("fp16", "mxfp4", "rn"),
+        ("int8", "same", "sr"),
+    ],
+)
+def test_the_kernels_leave_the_same_values(update, output, rounding):
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    state = torch.randn(2, 1, 16, 32, generator=torch.Generator().manual_seed(4)).to(device)
+    state[0, 0, 3] = 0
+    keys = torch.tensor([request_key(3, i) for i in range(2)], device=device)
+    positions = torch.tensor([16, 2**20], device=device)
+    config = StateConfig.from_flags(update, output, rounding=rounding)
+    sizes = (config, 1, 16, 32, keys)
+    plain = round_trip.RoundTrip(*sizes, layer=3, head_offset=2, impl="torch")
+    stored = round_trip.RoundTrip(*sizes, layer=3, head_offset=2, impl="triton")
+    for got, expected in zip(stored(state, positions), plain(state, positions), strict=True):
+        assert same(got, expected)
+    assert stored._stored is not None
