@@ -1,4 +1,4 @@
-"""Configurations, initialisation and fast training scans of the shipped tiny hybrids.
+"""Configurations, initialisation and fast training scans of the tiny hybrids and the larger pair.
 
 Attention comes first in every model, so that it cannot look anything up for the state: it sees bare
 embeddings. Initialisation: fan-in standard deviation, output projections halved, slow decays;
@@ -24,8 +24,8 @@ TOKENS = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD, "vocab_
 SIZES = {
     "tiny-nemotron-h": ("nemotron_h", "*-M-M-", 256, 8, 8, 2, 512, 2e-3),
     "tiny-qwen3.5": ("qwen3_5_text", "*MM", 256, 2, 2, 1, 384, 2e-3),
-    "large-nemotron-h": ("nemotron_h", "*-M-M-M-M-", 384, 12, 12, 2, 1280, 1e-3),
-    "large-qwen3.5": ("qwen3_5_text", "*MMMM", 384, 4, 4, 1, 1024, 1e-3),
+    "large-nemotron-h": ("nemotron_h", "*-M-M-M-M-", 512, 16, 16, 2, 2560, 8e-4),
+    "large-qwen3.5": ("qwen3_5_text", "*MMMM", 512, 4, 4, 1, 2048, 8e-4),
 }
 
 
@@ -94,6 +94,8 @@ def build(name: str) -> nn.Module:
         model = NemotronHForCausalLM(nemotron_config(pattern, hidden, heads, groups, inter))
     else:
         model = Qwen3_5ForCausalLM(qwen_config(pattern, hidden, heads, vheads, inter))
+    if name.startswith("large"):
+        model.config.max_position_embeddings = 65536  # scored far beyond the trained length
     outputs = ("o_proj", "out_proj", "down_proj")
     with torch.no_grad():
         for key, p in model.named_parameters():

@@ -29,34 +29,68 @@ import numpy as np  # noqa: E402
 
 from replayssm_quant.evals.tasks import streams, text  # noqa: E402
 
-# task -> (share of the streams, share of the loss)
-MIX = {
-    "count": (0.35, 0.30),
-    "recall": (0.25, 0.25),
-    "leaky_mean": (0.15, 0.15),
-    "tally": (0.15, 0.20),
-    "text": (0.10, 0.10),
+Mix = dict[str, tuple[float, float]]
+
+# task -> (share of the streams, share of the loss); ``text`` is for models that shall write
+MIXES: dict[str, Mix] = {
+    "tasks": {
+        "count": (0.35, 0.30),
+        "recall": (0.25, 0.25),
+        "leaky_mean": (0.15, 0.15),
+        "tally": (0.15, 0.20),
+        "text": (0.10, 0.10),
+    },
+    "text": {
+        "count": (0.25, 0.25),
+        "recall": (0.20, 0.20),
+        "leaky_mean": (0.10, 0.10),
+        "tally": (0.15, 0.15),
+        "text": (0.30, 0.30),
+    },
 }
+MIX = MIXES["tasks"]
 NAMES = list(MIX)
 # longest length -> [(share of the time, length, streams in a batch)]
 STAGES = {
     512: [(0.08, 64, 256), (0.17, 128, 128), (0.30, 256, 64), (0.45, 512, 32)],
     1024: [(0.08, 64, 256), (0.14, 128, 128), (0.22, 256, 64), (0.28, 512, 32), (0.28, 1024, 16)],
+    4096: [
+        (0.06, 64, 256),
+        (0.10, 128, 128),
+        (0.15, 256, 64),
+        (0.22, 512, 32),
+        (0.19, 1024, 16),
+        (0.28, 4096, 8),
+    ],
 }
 BLOCK = 6  # batches drawn at a time: the generators are vectorised over streams
+
+
+def sparse(rng: np.random.Generator, length: int) -> dict[str, float | tuple[float, float]]:
+    """Settings of ``draw_count`` that spread about 150 events over a long stream."""
+    event = float(rng.uniform(100, 250)) / length
+    query = 1.5 * event
+    fill = 1 - query - event
+    return {"p_query": query, "p_fill": (fill, fill)}
 
 
 def draw(
     name: str, rng: np.random.Generator, n: int, length: int, corpus: np.ndarray
 ) -> streams.Drawn:
-    """Training streams of one task; easier settings at short lengths, all settings at long ones."""
+    """Training streams of one task; easier settings at short lengths, all settings at long ones.
+
+    Beyond 512 tokens half of the counting and recall streams are mostly filler, so that what is
+    stored must last.
+    """
+    long = length > 512 and rng.random() < 0.5
     if name == "count":
-        return streams.draw_count(rng, n, length)
+        return streams.draw_count(rng, n, length, **(sparse(rng, length) if long else {}))
     if name == "recall":
         keys = {64: (2, 8), 128: (4, 16), 256: (8, 40)}.get(length, (16, 62))
-        return streams.draw_recall(
-            rng, n, length, keys, p_fill=0.05, p_again=float(rng.choice([0.0, 0.1, 0.2]))
-        )
+        again = float(rng.choice([0.0, 0.1, 0.2]))
+        if long:
+            return streams.draw_recall(rng, n, length, keys, 0.06, 0.85, again)
+        return streams.draw_recall(rng, n, length, keys, p_fill=0.05, p_again=again)
     if name == "leaky_mean":
         return streams.draw_leaky_mean(rng, n, length, margin=0.02)
     if name == "tally":
@@ -69,17 +103,28 @@ def draw(
     return text.draw_windows(rng, n, length, corpus)
 
 
+def with_ends(ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """``mask`` of tally streams and the filler behind each pattern: where an answer ends."""
+    out = mask.copy()
+    for row, answers in enumerate(mask):
+        last = int(np.nonzero(answers)[0][-1])
+        out[row, last + 1] = last + 2 < ids.shape[1]
+    return out
+
+
 def block_of_batches(
-    rng: np.random.Generator, length: int, size: int, corpus: np.ndarray
+    rng: np.random.Generator, length: int, size: int, corpus: np.ndarray, mix: Mix = MIX
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """``BLOCK`` batches (ids uint8, loss weights fp32, task index uint8), each ``size`` streams."""
-    share = np.array([MIX[k][0] for k in NAMES]) * size
+    share = np.array([mix[k][0] for k in NAMES]) * size
     rows = np.floor(share).astype(int)
     for i in np.argsort(rows - share)[: size - rows.sum()]:
         rows[i] += 1
     parts = []
     for name, n in zip(NAMES, rows, strict=True):
         ids, mask, meta = draw(name, rng, n * BLOCK, length, corpus)
+        if name == "tally" and mix is not MIX:
+            mask = with_ends(ids, mask)
         weight = mask.astype(np.float32)
         if name == "tally":
             weight *= np.where(meta["count"] > 0, 4, 1)
@@ -90,18 +135,18 @@ def block_of_batches(
         for (x, w), n, name in zip(parts, rows, NAMES, strict=True):
             ids.append(x[i * n : (i + 1) * n])
             piece = w[i * n : (i + 1) * n]
-            weights.append(piece * (MIX[name][1] / max(piece.sum(), 1)))
+            weights.append(piece * (mix[name][1] / max(piece.sum(), 1)))
         task = np.repeat(np.arange(len(NAMES), dtype=np.uint8), rows)
         out.append((np.concatenate(ids), np.concatenate(weights), task))
     return out
 
 
-def feed(queue: mp.Queue, stage: "mp.Value", plan: list, corpus: Path, seed: int) -> None:
+def feed(queue: mp.Queue, stage: "mp.Value", plan: list, corpus: Path, seed: int, mix: Mix) -> None:
     """Endless producer of batches for the current stage."""
     rng, data = np.random.default_rng(seed), np.fromfile(corpus, np.uint8)
     while True:
         index = stage.value
-        for batch in block_of_batches(rng, plan[index][1], plan[index][2], data):
+        for batch in block_of_batches(rng, plan[index][1], plan[index][2], data, mix):
             queue.put((index, *batch))
 
 
@@ -113,6 +158,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240.0, help="training time")
     parser.add_argument("--until", type=float, help="wall clock (epoch) at which training ends")
     parser.add_argument("--longest", type=int, default=512, choices=sorted(STAGES))
+    parser.add_argument("--mix", default="tasks", choices=sorted(MIXES), help="shares of the tasks")
     parser.add_argument("--workers", type=int, default=3, help="generator processes")
     parser.add_argument("--batch-divisor", type=int, default=1, help="shrink batches (dry runs)")
     parser.add_argument("--tar", type=Path, help="also keep a tar of the latest save here")
@@ -134,7 +180,9 @@ def main() -> None:
     stage, queue = mp.Value("i", 0), mp.Queue(4 * BLOCK)
     workers = [
         mp.Process(
-            target=feed, args=(queue, stage, plan, args.corpus, 1000 * args.seed + i), daemon=True
+            target=feed,
+            args=(queue, stage, plan, args.corpus, 1000 * args.seed + i, MIXES[args.mix]),
+            daemon=True,
         )
         for i in range(args.workers)
     ]
