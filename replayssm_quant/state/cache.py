@@ -117,8 +117,9 @@ class VerifyRows:
 
     def take(self, rows: torch.Tensor) -> VerifyRows:
         """The rows at the given indices."""
-        parts = (getattr(self, name) for name in self.__dataclass_fields__)
-        return VerifyRows(*(None if p is None else p[rows] for p in parts))
+        tree = None if self.ancestors is None else self.ancestors[rows]
+        names = ("slots", "valid", "flush", "count", "position", "key")
+        return VerifyRows(*(getattr(self, name)[rows] for name in names), tree)
 
     def folding(self) -> StepRows:
         """Rows of the fold alone: all others are padding, and ``valid`` inputs are to be folded."""
@@ -134,6 +135,19 @@ class VerifyRows:
             path = (self.ancestors[:, :, None] >> index & 1) != 0
         inside = index < self.count[:, None]
         return path & inside[:, :, None] & inside[:, None, :]
+
+    def own(self, width: int, length: int) -> torch.Tensor:
+        """bool [b, T, length]: the ring entry is a token of the step, on the path of token t."""
+        entry = torch.arange(length, device=self.slots.device) - self.base[:, None]
+        inside = (entry >= 0) & (entry < width)
+        token = entry.clamp(0, width - 1).long()[:, None].expand(-1, width, -1)
+        return self.paths(width).gather(2, token) & inside[:, None]
+
+    def plain(self) -> StepRows:
+        """The rows of a step over one token each, after the fold: it appends and never flushes."""
+        slots = torch.where(self.count > 0, self.slots, PAD_SLOT)
+        flush = torch.zeros_like(self.flush)
+        return StepRows(slots, self.base, flush, self.position + 1, self.key)
 
     def check(self, slots: int, capacity: int, width: int) -> None:
         """Raise unless these rows can verify ``width`` tokens in a pool of ``slots`` slots.
@@ -220,6 +234,19 @@ def tree_ancestors(parents: torch.Tensor) -> torch.Tensor:
             mask = mask | torch.where(parents[:, t] == j, above, 0)
         masks.append(mask.to(torch.int32))
     return torch.stack(masks, 1)
+
+
+def compact(views: StateViews, rows: VerifyRows, path: torch.Tensor) -> None:
+    """Move the tokens of an accepted path of a tree to the front of the step's ring entries.
+
+    rows are those of the step; path integer [b, T] holds the accepted tokens' indices, ascending,
+    then -1. ``StatePool.commit`` with the lengths of the paths is next.
+    """
+    row, to = ((path >= 0) & (rows.slots >= 0)[:, None]).nonzero(as_tuple=True)
+    slots, base = rows.slots[row], rows.base.long()[row]
+    for name, ring in views.tensors().items():
+        if name.startswith("ring"):
+            ring[slots, base + to] = ring[slots, base + path[row, to]]
 
 
 def _in_range(slots: torch.Tensor, count: int, pad: bool = False) -> None:
@@ -615,6 +642,7 @@ __all__ = [
     "StatePool",
     "StepRows",
     "VerifyRows",
+    "compact",
     "read_checkpoint",
     "read_copy",
     "tree_ancestors",

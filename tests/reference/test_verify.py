@@ -1,0 +1,431 @@
+"""Draft tokens against the plain recurrence over the accepted ones, in float64, on stored bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+import torch
+
+from replayssm_quant.formats.rotation import unrotate
+from replayssm_quant.kernels.gdn import verify_reference as gdn
+from replayssm_quant.kernels.mamba2 import verify_reference as mamba2
+from replayssm_quant.state.cache import (
+    PAD_SLOT,
+    StatePool,
+    compact,
+    read_checkpoint,
+    read_copy,
+    tree_ancestors,
+)
+
+DRAFT = 50_000_000  # inputs of rejected tokens: another request's, so no accident makes them fit
+
+
+# GDN's ring keeps 1 / |k| in fp32, and the recurrence beside it is float64 throughout
+ARITHMETIC = {"mamba2": 1e-11, "gdn": 2e-6}
+
+
+class Speculation:
+    """Rows that verify tokens of which some are accepted, beside an exact recurrence.
+
+    The recurrence starts from what the checkpoint decodes to, and again after every flush, so what
+    it misses is arithmetic, not rounding. y of a token is compared with the recurrence that starts
+    from the copy.
+    """
+
+    def __init__(self, lab, pool: StatePool, requests: list[int], compute=torch.float64):
+        self.lab, self.pool, self.requests, self.compute = lab, pool, requests, compute
+        self.slots = torch.tensor(random.Random(7).sample(range(pool.slots), len(requests)))
+        lab.start(pool, self.slots.tolist(), requests)
+        self.accepted = torch.zeros(len(requests), dtype=torch.int32)
+        self.worst = 0.0
+        self.exact = self._decode(self.slots).double()  # state after the committed tokens
+        self.seen = self._copy(self.slots).double()  # the same from the copy
+
+    def _decode(self, slots):
+        return read_checkpoint(self.pool.views[0], self.pool.configs[0], slots)
+
+    def _copy(self, slots):
+        return read_copy(self.pool.views[0], self.pool.configs[0], slots)
+
+    def call(self, rows, inputs):
+        lab, pool = self.lab, self.pool
+        views, config = pool.views[0], pool.configs[0]
+        inputs = tuple(t.to(self.compute) for t in inputs)  # y comes in the dtype of x or v
+        if lab.kind == "mamba2":
+            x, dt, B, C = inputs
+            return mamba2.verify_step(views, config, rows, x, dt, lab.A, B, C, compute=self.compute)
+        return gdn.verify_step(views, config, rows, *inputs, compute=self.compute)
+
+    def tokens(self, row: int, position: int, count: int, keep: int, width: int):
+        """Inputs of one row's tokens: the first ``keep`` are the request's own, NaN from count."""
+        request = self.requests[row]
+        ids = [request if t < keep else DRAFT + request for t in range(width)]
+        inputs = self.lab.inputs(ids, [position + 1 + t for t in range(width)])
+        for t in inputs:
+            t[count:] = float("nan")
+        return inputs
+
+    def step(self, counts: list[int], keeps: list[int], width: int) -> torch.Tensor:
+        """Commit, verify ``counts`` tokens a row of which ``keeps`` will be accepted; y."""
+        pool, lab, b = self.pool, self.lab, len(self.requests)
+        pool.commit(self.slots, self.accepted)
+        rows = pool.verify_rows(self.slots, torch.tensor(counts))
+        per_row = [
+            self.tokens(i, int(rows.position[i]), counts[i], keeps[i], width) for i in range(b)
+        ]
+        inputs = tuple(torch.stack(t) for t in zip(*per_row, strict=True))
+        y = self.call(rows, inputs)
+        for i in range(b):
+            if rows.flush[i]:
+                self.seen[i] = self._copy(self.slots[i : i + 1])[0]
+                stored = self._decode(self.slots[i : i + 1])[0].double()
+                self.flushed(i, stored)
+                self.exact[i] = stored
+            for which in ("seen", "exact"):
+                state = getattr(self, which)[i : i + 1]
+                for t in range(counts[i]):
+                    want, state = lab.exact(state, tuple(z[t : t + 1] for z in per_row[i]))
+                    if which == "seen":
+                        scale = want.double().square().mean().sqrt() + 1e-9
+                        self.worst = max(
+                            self.worst, float((y[i, t].double() - want[0]).abs().max() / scale)
+                        )
+                    if t + 1 == keeps[i]:
+                        getattr(self, which)[i] = state[0]
+            assert not y[i, counts[i] :].any()
+        pool.advance_verify(rows)
+        self.accepted = torch.tensor(keeps, dtype=torch.int32)
+        return y
+
+    def flushed(self, row: int, stored: torch.Tensor) -> None:
+        """Called with the new checkpoint of a row, before ``exact`` takes it over."""
+
+
+class Unrounded(Speculation):
+    """With an fp32 checkpoint the stored state is the recurrence's."""
+
+    error = 0.0
+
+    def flushed(self, row, stored):
+        distance = (stored - self.exact[row]).norm() / self.exact[row].norm()
+        self.error = max(self.error, float(distance))
+
+
+def poisoned(lab, config, slots=3, drafts=1, **kw) -> StatePool:
+    """A pool whose rings hold NaN wherever nobody has written."""
+    pool = lab.pool(config, slots, drafts=drafts, **kw)
+    start = pool.start
+
+    def begin(*args, **options):
+        start(*args, **options)
+        for name, view in pool.views[0].tensors().items():
+            if name.startswith("ring"):
+                view.fill_(float("nan"))
+
+    pool.start = begin  # type: ignore[method-assign]
+    return pool
+
+
+@pytest.mark.parametrize("width", [2, 3])
+def test_every_pattern_of_accepted_counts(lab, width):
+    """Three steps, every count and every accepted number in each of them, with L = 2."""
+    one = [(c, a) for c in range(1, width + 1) for a in range(c + 1)]
+    if width == 3:  # full counts only: 4 ** 3 patterns
+        one = [(3, a) for a in range(4)]
+    patterns = list(itertools.product(one, repeat=3))
+    config = lab.config("fp32", buffer_len=2)
+    pool = poisoned(lab, config, len(patterns), width - 1)
+    run = Unrounded(lab, pool, list(range(len(patterns))))
+    for step in range(3):
+        counts, keeps = zip(*(p[step] for p in patterns), strict=True)
+        run.step(list(counts), list(keeps), width)
+    run.step([1] * len(patterns), [1] * len(patterns), width)  # what the last commit left
+    assert run.worst < ARITHMETIC[lab.kind]
+    assert run.error < 1e-6  # the checkpoint itself is fp32
+    assert torch.equal(pool.position[run.slots], torch.tensor(
+        [5 + sum(a for _, a in p) for p in patterns], dtype=torch.int32
+    ))  # fmt: skip
+
+
+FORMATS = [
+    ("fp32", None), ("fp32", "fp32"), ("fp16", "nvfp4"), ("e4m3", "nvfp4"), ("e4m3", "same"),
+    ("int8", "same"), ("int8/b32/fp16", "int4"), ("bf16", "mxfp4"), ("fp16", "e4m3"),
+    ("e5m2", "same"), ("P4+4", None), ("P4+8", None), ("P8+4", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("formats", FORMATS, ids=lambda f: "+".join(str(x) for x in f))
+def test_random_steps_in_every_format(lab, formats, rotate):
+    """T up to 8, rows that differ, counts 0 to T, accepted 0 to count; windows across flushes."""
+    if rotate and formats[0] in ("bf16", "e5m2"):
+        pytest.skip("rotation is the same for all")
+    config = lab.config(*formats, buffer_len=5, rotate=rotate)
+    pool = poisoned(lab, config, 5, 7, ring_storage="bf16")
+    rng = random.Random(str(formats))
+    run = Speculation(lab, pool, [3, 4, 5])
+    lab_inputs = lab.inputs
+    # what the ring keeps is bf16, so the recurrence beside it gets bf16 too
+    keep = {"mamba2": (0, 2, 3), "gdn": (1, 2)}[lab.kind]
+
+    def rounded(*args):
+        found = lab_inputs(*args)
+        return tuple(t.bfloat16().float() if i in keep else t for i, t in enumerate(found))
+
+    lab.inputs = rounded
+    if config.rotate:
+        plain, copy = run._decode, run._copy
+        run._decode = lambda s: unrotate(plain(s).double())
+        run._copy = lambda s: unrotate(copy(s).double())
+        run.exact, run.seen = run._decode(run.slots), run._copy(run.slots)
+    flushes = 0
+    for _ in range(12):
+        counts = [rng.randint(0, 8) for _ in range(3)]
+        keeps = [rng.randint(0, c) for c in counts]
+        before = pool.valid[run.slots] + torch.minimum(run.accepted, pool.pending[run.slots])
+        flushes += int((before >= 5).sum())
+        run.step(counts, keeps, 8)
+    assert flushes >= 4
+    assert run.worst < ARITHMETIC[lab.kind]
+
+
+def test_ring_is_full_to_the_last_entry(lab):
+    """L - 1 committed inputs and T accepted: L + T - 1 entries, all folded by the next step."""
+    config = lab.config("fp32", buffer_len=4)
+    pool = poisoned(lab, config, 2, 7)
+    run = Unrounded(lab, pool, [1])
+    assert pool.views[0].tensors()[
+        "ring_x" if lab.kind == "mamba2" else "ring_k"
+    ].shape[1] == 4 + 8  # fmt: skip
+    run.step([3], [3], 8)
+    run.step([8], [8], 8)
+    pool.commit(run.slots, run.accepted)
+    run.accepted[:] = 0
+    assert int(pool.valid[run.slots]) == 11
+    run.step([8], [0], 8)
+    assert run.worst < ARITHMETIC[lab.kind] and 0 < run.error < 1e-6
+
+
+def test_rejected_tokens_leave_no_trace(lab, bytes_of, equal_bytes):
+    """Overflowing drafts (Inf, NaN) that are rejected: later bytes and outputs are unchanged."""
+    outcomes = []
+    for poison in (None, 1e30, float("inf"), float("nan")):
+        pool = poisoned(lab, lab.config("e4m3", "nvfp4", buffer_len=4), 2, 3)
+        run = Speculation(lab, pool, [1], torch.float32)
+        original = run.tokens
+
+        def tokens(row, position, count, keep, width, poison=poison, original=original):
+            inputs = original(row, position, count, keep, width)
+            if poison is not None:
+                for t in inputs:
+                    t[keep:count] = poison
+            return inputs
+
+        run.tokens = tokens
+        kept = []
+        for count, keep in ((4, 1), (3, 2), (4, 4), (4, 0), (4, 2), (2, 1)):
+            y = run.step([count], [keep], 4)
+            kept.append(y[0, :keep])
+        outcomes.append((torch.cat(kept), bytes_of(pool, run.slots.tolist(), "c")))
+    for y, stored in outcomes[1:]:
+        assert torch.equal(y, outcomes[0][0])
+        assert equal_bytes(stored, outcomes[0][1])
+
+
+@pytest.mark.parametrize("formats", [("e4m3", "nvfp4"), ("P4+8", None), ("fp16", "same")])
+def test_a_retried_flush_writes_the_same_bytes(lab, formats, bytes_of, equal_bytes):
+    """A step taken back and tried with other drafts, other T, another slot and other neighbours."""
+    config = lab.config(*formats, buffer_len=4)
+    pool = poisoned(lab, config, 4, 7)
+    run = Speculation(lab, pool, [1, 2], torch.float32)
+    run.step([4, 1], [4, 0], 8)
+    saved = pool.save(run.slots)
+    run.step([8, 1], [1, 1], 8)
+    first = bytes_of(pool, run.slots[:1].tolist(), "c")
+    again = poisoned(lab, config, 4, 7)
+    other = torch.tensor([2])
+    again.restore(other, {k: v[:1] if k != "layout" else v for k, v in saved.items()})
+    run.pool, run.slots, run.requests = again, other, [1]
+    run.accepted = torch.tensor([4], dtype=torch.int32)
+    run.step([3], [0], 3)
+    assert equal_bytes(first, bytes_of(again, [2], "c"))
+    changed = bytes_of(again, [2], "c")
+    run.accepted[:] = 3
+    for _ in range(2):
+        run.step([4], [4], 4)
+    assert not equal_bytes(changed, bytes_of(again, [2], "c"))  # the next flush is another one
+
+
+def test_one_token_is_a_plain_step_bit_for_bit(lab):
+    """T = 1 beside plain decode over the same bytes, rows that read; and a whole run of a pool."""
+    config = lab.config("e4m3", "nvfp4", buffer_len=4, rotate=True)
+    pools = [poisoned(lab, config, 2, 3) for _ in range(2)]
+    at = torch.tensor([1])
+    for pool in pools:
+        lab.start(pool, [1], [1])
+    run = Speculation(lab, poisoned(lab, config, 2, 3), [1], torch.float32)
+    for step in range(3):
+        rows = pools[1].verify_rows(at, torch.tensor([1]))
+        inputs = lab.inputs([1], [step + 6])
+        run.pool = pools[1]
+        got = run.call(rows, tuple(t[:, None] for t in inputs))
+        pools[1].advance_verify(rows)
+        pools[1].commit(at, torch.tensor([1]))
+        want, _ = lab.step(pools[0], [1], [1])
+        assert torch.equal(got[:, 0], want) and got.abs().max() > 0
+    assert torch.equal(pools[0].valid, pools[1].valid)
+    assert torch.equal(pools[0].position, pools[1].position)
+    # the pages too, but for the entries that nobody wrote (NaN)
+    assert torch.equal(pools[0].pages[0], pools[1].pages[0])
+    # a plain step may follow: it folds the committed inputs and its own token
+    y, rows = lab.step(pools[1], [1], [1])
+    assert bool(rows.flush) and int(rows.valid) == 3
+    assert torch.equal(y, lab.step(pools[0], [1], [1])[0])
+    assert torch.equal(pools[0].pages[0], pools[1].pages[0])
+
+
+def test_plain_steps_between_windows(lab, distance):
+    """A plain step after a long accepted window folds up to L + T inputs with its own token."""
+    config = lab.config("fp32", buffer_len=4)
+    pool = poisoned(lab, config, 2, 7)
+    run = Unrounded(lab, pool, [1])
+    run.step([3], [3], 8)
+    run.step([8], [8], 8)
+    pool.commit(run.slots, run.accepted)
+    y, rows = lab.step(pool, run.slots.tolist(), [1], compute=torch.float64)
+    assert int(rows.valid) == 11 and bool(rows.flush)
+    want, state = lab.exact(run.exact, lab.inputs([1], rows.position.tolist()))
+    assert distance(y, want) < 1e-6
+    assert distance(run._decode(run.slots), state) < 1e-6
+
+
+def test_rows_do_not_depend_on_their_neighbours(lab, bytes_of, equal_bytes):
+    config = lab.config("e4m3", "nvfp4", buffer_len=3)
+    outcomes = []
+    for requests in ([5], [4, 5, 6], [6, 7, 5, 4]):
+        pool = poisoned(lab, config, 6, 7)
+        run = Speculation(lab, pool, requests, torch.float64)
+        mine = requests.index(5)
+        rng, ys = random.Random(3), []
+        for count, keep in ((5, 3), (8, 8), (2, 0), (6, 1)):
+            counts = [rng.randint(1, 8) for _ in requests]
+            keeps = [rng.randint(0, c) for c in counts]
+            counts[mine], keeps[mine] = count, keep
+            ys.append(run.step(counts, keeps, 8)[mine])
+        outcomes.append((torch.stack(ys), bytes_of(pool, run.slots[mine : mine + 1].tolist(), "c")))
+    for y, stored in outcomes[1:]:
+        torch.testing.assert_close(y, outcomes[0][0], rtol=1e-6, atol=1e-9)
+        assert equal_bytes(stored, outcomes[0][1])
+
+
+def test_padding_rows(lab):
+    config = lab.config("e4m3", "nvfp4", buffer_len=4)
+    pool = poisoned(lab, config, 3, 3)
+    run = Speculation(lab, pool, [1], torch.float32)
+    run.step([4], [4], 4)
+    pool.commit(run.slots, run.accepted)
+    before = pool.pages[0].clone()
+    slots = torch.tensor([PAD_SLOT, int(run.slots), PAD_SLOT])
+    rows = pool.verify_rows(slots, torch.tensor([4, 2, 0]))
+    assert rows.flush.tolist() == [False, True, False]
+    inputs = tuple(t.unflatten(0, (3, 4)) for t in lab.inputs([1] * 12, list(range(12))))
+    y = run.call(rows, inputs)
+    assert not y[0].any() and not y[2].any() and y[1, :2].any() and not y[1, 2:].any()
+    pool.advance_verify(rows)
+    others = [s for s in range(3) if s != int(run.slots)]
+    assert torch.equal(pool.pages[0][others], before[others])
+    assert pool.pending.sum() == 2 and not pool.valid.any()
+
+
+@pytest.mark.parametrize("formats", [("fp32", None), ("e4m3", "nvfp4"), ("P8+4", None)])
+def test_drift_over_64_cycles(lab, formats, distance):
+    """64 flushes with random acceptance: the replay adds nothing to what rounding costs.
+
+    With an fp32 state the distance to the float64 recurrence stays at the rounding of 64 stores.
+    """
+    config = lab.config(*formats, buffer_len=4, rotate=formats[0] == "P8+4")
+    pool = poisoned(lab, config, 2, 4)
+    run = Speculation(lab, pool, [1], torch.float32)
+    state, rng, flushes, position = run.lab.state(1)[None].double(), random.Random(1), 0, 5
+    run.worst = None
+    run.lab = dataclasses.replace(lab)
+    while flushes < 64:
+        pool.commit(run.slots, run.accepted)
+        rows = pool.verify_rows(run.slots, torch.tensor([5]))
+        flushes += int(rows.flush)
+        keep = rng.choice((0, 1, 1, 2, 3, 5))
+        assert int(rows.position) == position
+        inputs = run.tokens(0, position, 5, keep, 5)
+        y = run.call(rows, tuple(t[None] for t in inputs))
+        for t in range(keep):
+            want, state = lab.exact(state, tuple(z[t : t + 1] for z in inputs))
+        position += keep
+        pool.advance_verify(rows)
+        run.accepted = torch.tensor([keep], dtype=torch.int32)
+        if keep:
+            bound = {"fp32": 1e-5, "e4m3": 0.5, "P8+4": 0.05}[formats[0]]
+            assert distance(y[0, keep - 1], want[0]) < bound
+
+
+def test_trees(lab, bytes_of, equal_bytes):
+    """Each path of a tree gives what the same tokens give as a chain; the accepted one is moved."""
+    config = lab.config("e4m3", "nvfp4", buffer_len=4)
+    parents = [-1, 0, 0, 1, 2, 2, 4, -1]
+    paths = [[0, 1, 3], [0, 2, 4, 6], [0, 2, 5], [7], [0]]
+    ancestors = tree_ancestors(torch.tensor([parents]))
+    assert ancestors[0].tolist() == [1, 3, 5, 11, 21, 37, 85, 128]
+    for path in paths:
+        pool = poisoned(lab, config, 2, 7)
+        chain = poisoned(lab, config, 2, 7)
+        tokens = lab.inputs([10 + t for t in range(8)], list(range(8)))
+        ys, runs = [], []
+        for p, tree in ((pool, True), (chain, False)):
+            run = Speculation(lab, p, [1], torch.float64)
+            run.step([3], [2], 8)
+            p.commit(run.slots, run.accepted)
+            picked = tuple(t[None] for t in tokens)
+            count = 8
+            if not tree:
+                index = path + [0] * (8 - len(path))
+                picked, count = tuple(t[index][None] for t in tokens), len(path)
+            rows = p.verify_rows(run.slots, torch.tensor([count]), ancestors if tree else None)
+            ys.append(run.call(rows, picked)[0])
+            p.advance_verify(rows)
+            if tree:
+                compact(p.views[0], rows, torch.tensor([path + [-1] * (8 - len(path))]))
+            p.commit(run.slots, torch.tensor([len(path)]))
+            runs.append(run)
+        torch.testing.assert_close(ys[0][path], ys[1][: len(path)], rtol=1e-6, atol=1e-9)
+        assert torch.equal(pool.valid, chain.valid) and torch.equal(pool.position, chain.position)
+        rows = [
+            p.verify_rows(r.slots, torch.tensor([2]))
+            for p, r in zip((pool, chain), runs, strict=True)
+        ]
+        more = tuple(t[None] for t in lab.inputs([1, 1], [40, 41]))
+        a, b = (run.call(r, more) for run, r in zip(runs, rows, strict=True))
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+
+
+def test_what_is_refused(lab):
+    config = lab.config("fp32", buffer_len=4)
+    plain = lab.pool(config)
+    with pytest.raises(ValueError, match="verifies no drafts"):
+        plain.verify_rows(torch.tensor([0]), torch.tensor([1]))
+    pool = poisoned(lab, config, 3, 3)
+    run = Speculation(lab, pool, [1])
+    rows = pool.verify_rows(run.slots, torch.tensor([4]))
+    inputs = tuple(t.unflatten(0, (1, 2)) for t in lab.inputs([1, 1], [1, 2]))
+    short = (inputs[0][:, :1], *inputs[1:])
+    with pytest.raises(ValueError, match="has shape"):
+        run.call(rows, short)
+    views = lab.pool(lab.config("fp32", buffer_len=2)).views[0]
+    run.pool.views[0] = views
+    with pytest.raises(ValueError, match="do not fit a ring of 2"):
+        run.call(rows, inputs)
+    other = {"mamba2": gdn, "gdn": mamba2}[lab.kind]
+    with pytest.raises(ValueError, match="these views belong to"):
+        other.verify_step(pool.views[0], config, rows, *(inputs[0],) * 5)
