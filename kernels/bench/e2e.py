@@ -1,8 +1,11 @@
 """End-to-end decode speed in vLLM: ``python -m replayssm_quant.kernels.bench.e2e``.
 
 Real geometries with dummy weights, one engine process an arm. A wave of engines starts together;
-then each is measured alone, in turn. Decode time is (long - short) / (tokens between them), so the
-prefill and the start of a batch do not count. Dummy weights say nothing about accuracy.
+then each is measured alone, in turn. A measurement is one batch of requests that decode in step;
+only engine steps that gave a token to every request of the batch count, so neither prefills nor the
+start and the end of the batch do. Dummy weights say nothing about accuracy.
+
+``--report`` makes the tables of E2E.md from the committed rows instead.
 """
 
 from __future__ import annotations
@@ -11,9 +14,11 @@ import argparse
 import contextlib
 import fcntl
 import json
+import math
 import os
 import random
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,6 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from ..._paths import drop_checkout
+from ...config import StateConfig
+from ...state.geometry import LayerGeometry, read_geometry
+from .report import _number, _order, _table, _write
 
 NANO_4B = {
     "architectures": ["NemotronHForCausalLM"],
@@ -72,64 +80,168 @@ ARMS: dict[str, dict[str, Any]] = {
         "engine": {"mamba_ssm_cache_dtype": "float32", "use_replayssm": True},
         "runner": "v1",
     },
-    "fp32-v1": {"engine": {"mamba_ssm_cache_dtype": "float32"}, "runner": "v1"},
     "fp16+nvfp4": {"options": {"update_dtype": "fp16", "output_dtype": "nvfp4"}},
     "P4+8": {"options": {"update_dtype": "P4+8", "rotate": True}},
-    "P4+8-v1": {"options": {"update_dtype": "P4+8", "rotate": True}, "runner": "v1"},
     "P8+4": {"options": {"update_dtype": "P8+4", "rotate": True}},
     "e4m3": {"options": {"update_dtype": "e4m3", "output_dtype": "same"}},
     "replayed-fp32": {"options": {"update_dtype": "fp32"}},
 }
 """Plain vLLM (engine arguments), and this package (options of the plugin)."""
+SUFFIXES: dict[str, dict[str, Any]] = {
+    "v1": {"runner": "v1"},
+    "v2": {"runner": "v2"},
+    "bare": {"plugins": "none"},
+}
+"""``fp32-v1`` runs an arm under one of vLLM's model runners, ``fp32-bare`` without any plugin."""
+
+PROMPT = 22
+"""Tokens of the longest prompt."""
+RESULTS = Path(__file__).parent / "results"
+OP = "e2e_decode_speedup"
+BUDGET_GIB = 30
+"""Cache in which the tables count the requests that find room."""
 
 
-def measure(llm: Any, batch: int, short: int, long: int, repeats: int, vocab: int) -> dict:
-    """Seconds of generating ``short`` and ``long`` tokens for a batch, the least of ``repeats``."""
+def arm_of(name: str) -> dict[str, Any]:
+    """The arm of a name, which may end in a suffix. Raises ValueError for an unknown name."""
+    base, _, suffix = name.rpartition("-")
+    if name in ARMS:
+        return ARMS[name]
+    if base in ARMS and suffix in SUFFIXES:
+        return ARMS[base] | SUFFIXES[suffix]
+    raise ValueError(
+        f"unknown arm '{name}'; known: {', '.join(ARMS)}, each with -{', -'.join(SUFFIXES)} or not"
+    )
+
+
+def page_bytes(layer: LayerGeometry, arm: Mapping[str, Any]) -> int:
+    """Bytes that one request keeps in one recurrent layer, its bf16 convolution state included."""
+    from ...state.layout import StateLayout, fp32_bytes
+
+    conv = (layer.conv_kernel - 1) * layer.conv_channels * 2
+    if "options" in arm:
+        config = StateConfig.from_dict(arm["options"])
+        return conv + -conv % 128 + StateLayout(layer, config, "bf16").page_bytes
+    engine = arm["engine"]
+    nbytes = conv + fp32_bytes(layer)
+    if engine["mamba_ssm_cache_dtype"] == "float16":
+        nbytes -= fp32_bytes(layer) // 2
+    if engine.get("use_replayssm"):  # 16 tokens of x and B in bf16, dt in fp32
+        nbytes += 16 * (2 * layer.heads * layer.rows + 2 * layer.groups * layer.n + 4 * layer.heads)
+    return nbytes
+
+
+def state_bytes(model: str, arm: Mapping[str, Any]) -> int:
+    """Bytes that one request keeps in all recurrent layers of a model."""
+    return sum(page_bytes(g, arm) for g in read_geometry(MODELS[model]).layers.values())
+
+
+def cache_bytes(model: str, arm: Mapping[str, Any], batch: int, length: int) -> int:
+    """Bytes of vLLM's cache in which ``batch`` requests of ``length`` tokens find room.
+
+    vLLM gives a recurrent layer and a block of an attention layer pages of one size, and makes
+    groups of as many layers as there are attention layers.
+    """
+    config, geometry = MODELS[model], read_geometry(MODELS[model])
+    token = 4 * config["num_key_value_heads"] * config["head_dim"]  # type: ignore[operator]
+    page = max(page_bytes(g, arm) for g in geometry.layers.values())
+    block = 16 * math.ceil(page / token / 16)
+    attention = (
+        str(config["hybrid_override_pattern"]).count("*")
+        if "hybrid_override_pattern" in config
+        else geometry.total_layers - len(geometry.layers)
+    )
+    pages = math.ceil(len(geometry.layers) / attention) * attention
+    pages += attention * math.ceil(length / block)
+    return int((batch + 2) * pages * block * token)
+
+
+def measure(llm: Any, batch: int, tokens: int, vocab: int) -> dict[str, Any]:
+    """Times of the engine steps in which all requests of a batch got a token."""
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     rng = random.Random(0)
-    prompts = [
-        {"prompt_token_ids": [rng.randrange(3, vocab) for _ in range(16 + i % 7)]}
-        for i in range(batch)
-    ]
+    prompts = [[rng.randrange(3, vocab) for _ in range(PROMPT - 6 + i % 7)] for i in range(batch)]
+    engine = llm.llm_engine
+    core, seen = engine.engine_core, []
+    get_output = core.get_output
 
-    def seconds(tokens: int) -> float:
+    def noted() -> Any:
+        found = get_output()
+        seen.append((time.perf_counter(), len(found.outputs)))
+        return found
+
+    def answer(count: int, name: str) -> float:
+        """Generate ``count`` tokens for each prompt; returns when it began."""
+        seen.clear()
         params = SamplingParams(
-            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False
+            temperature=0.0,
+            max_tokens=count,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
         start = time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False)
-        return time.perf_counter() - start
+        for i, prompt in enumerate(prompts):
+            engine.add_request(f"{name}{i}", {"prompt_token_ids": prompt}, params)
+        while engine.has_unfinished_requests():
+            engine.step()
+        return start
 
-    seconds(short)
-    times = {n: [seconds(n) for n in (n,) * repeats] for n in (short, long)}
-    step = (min(times[long]) - min(times[short])) / (long - short)
+    core.get_output = noted
+    try:
+        answer(20, "warm")
+        start = answer(tokens, "timed")
+    finally:
+        core.get_output = get_output
+    full = [at for at, count in seen if count == batch]
+    if len(full) < 0.75 * tokens:
+        raise RuntimeError(
+            f"only {len(full)} of {tokens} steps had all of {batch} requests: the cache is too "
+            "small for the batch"
+        )
+    steps = [(b - a) * 1e3 for a, b in zip(full[2:], full[3:], strict=False)]
+    steps_sorted = sorted(steps)
+    mean = (full[-1] - full[2]) * 1e3 / len(steps)
     return {
-        "step_ms": step * 1e3,
-        "tokens_per_s": batch / step,
-        "short_s": times[short],
-        "long_s": times[long],
+        "batch": batch,
+        "tokens": tokens,
+        "steps": len(steps),
+        "step_ms": round(mean, 4),
+        "median_ms": round(statistics.median(steps), 4),
+        "p90_ms": round(steps_sorted[int(0.9 * len(steps))], 4),
+        "tokens_per_s": round(batch / mean * 1e3, 1),
+        "first_full_step_s": round(full[0] - start, 4),
     }
 
 
 def child(job: Mapping[str, Any]) -> None:
-    """One engine: start, say so, wait for a line, measure, write the result."""
+    """One engine: start, say so; for each line on stdin measure and write all rows so far."""
+    import torch
     import vllm
     from vllm import LLM
+    from vllm.platforms import current_platform
 
     llm = LLM(**job["engine"])
-    print("READY", flush=True)
-    sys.stdin.readline()
-    rows = {}
-    for batch in job["batches"]:
-        rows[str(batch)] = measure(
-            llm, batch, job["short"], job["tokens"], job["repeats"], job["vocab"]
-        )
+    gpu = "none" if current_platform.is_cpu() else current_platform.get_device_name()
     v2 = llm.llm_engine.vllm_config.use_v2_model_runner
-    found = {"vllm": vllm.__version__, "runner": "v2" if v2 else "v1", "batches": rows}
-    partial = Path(job["out"] + ".part")
-    partial.write_text(json.dumps(found))
-    os.replace(partial, job["out"])
+    found = {
+        "gpu": gpu,
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "runner": "v2" if v2 else "v1",
+        "rows": [],
+    }
+    print("READY", flush=True)
+    for line in sys.stdin:
+        point = json.loads(line)
+        try:
+            row = measure(llm, point["batch"], point["tokens"], job["vocab"])
+        except RuntimeError as error:
+            row = {**point, "error": str(error)}
+        found["rows"].append(row)
+        _write(Path(job["out"]), json.dumps(found))
 
 
 def engine_arguments(model: Path, arm: Mapping[str, Any], args: argparse.Namespace) -> dict:
@@ -137,6 +249,11 @@ def engine_arguments(model: Path, arm: Mapping[str, Any], args: argparse.Namespa
     extra: dict[str, Any] = {"gdn_prefill_backend": "triton"}
     if "options" in arm:
         extra["replayssm_quant"] = arm["options"]
+    batches = sorted({batch for batch, _ in args.batches})
+    length = max_length(args)
+    cache = args.cache_gib * 2**30
+    if not cache:
+        cache = max(cache_bytes(args.model, arm, b, PROMPT + t) for b, t in args.batches)
     return {
         "model": str(model),
         "load_format": "dummy",
@@ -145,41 +262,43 @@ def engine_arguments(model: Path, arm: Mapping[str, Any], args: argparse.Namespa
         "dtype": "bfloat16",
         "seed": 0,
         "enable_prefix_caching": False,
-        "max_model_len": args.max_model_len,
-        "max_num_seqs": max(args.batches),
+        "max_model_len": length,
+        "max_num_seqs": batches[-1],
         "max_num_batched_tokens": 8192,
         "gpu_memory_utilization": args.memory_share,
-        "kv_cache_memory_bytes": int(args.cache_gib * 2**30),
-        "compilation_config": {"cudagraph_capture_sizes": sorted(args.batches)},
+        "kv_cache_memory_bytes": int(cache),
+        "compilation_config": {"cudagraph_capture_sizes": batches},
         "additional_config": extra,
         **arm.get("engine", {}),
         **json.loads(args.engine),
     }
 
 
+def max_length(args: argparse.Namespace) -> int:
+    """Tokens of the longest request, rounded up to 16."""
+    return 16 * math.ceil((PROMPT + max(tokens for _, tokens in args.batches) + 1) / 16)
+
+
 class Engine:
     """A child process and what it has said."""
 
-    def __init__(self, name: str, arm: Mapping[str, Any], folder: Path, args: argparse.Namespace):
+    def __init__(self, name: str, folder: Path, args: argparse.Namespace):
         model = folder / args.model
         model.mkdir(exist_ok=True)
         config = COMMON | MODELS[args.model]
         (model / "config.json").write_text(json.dumps(config))
+        arm = arm_of(name)
         self.name, self.out, self.log = name, folder / f"{name}.json", folder / f"{name}.log"
-        job = {
-            "engine": engine_arguments(model, arm, args),
-            "batches": args.batches,
-            "short": args.short,
-            "tokens": args.tokens,
-            "repeats": args.repeats,
-            "vocab": config["vocab_size"],
-            "out": str(self.out),
-        }
+        self.engine = engine_arguments(model, arm, args)
+        job = {"engine": self.engine, "vocab": config["vocab_size"], "out": str(self.out)}
         env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if "runner" in arm:
             env["VLLM_USE_V2_MODEL_RUNNER"] = "0" if arm["runner"] == "v1" else "1"
+        if "plugins" in arm:
+            env["VLLM_PLUGINS"] = arm["plugins"]
         self.started = time.perf_counter()
-        self.start_s = 0.0
+        self.start_s, self.asked = 0.0, 0
+        self.out.unlink(missing_ok=True)
         self.process = subprocess.Popen(
             [args.python, "-m", __spec__.name, "--child", json.dumps(job)],
             stdin=subprocess.PIPE,
@@ -198,25 +317,43 @@ class Engine:
             time.sleep(0.3)
         return False
 
-    def result(self, deadline: float) -> dict[str, Any]:
-        """Let it measure; its numbers, or what went wrong."""
-        try:
+    def measure(self, batch: int, tokens: int, deadline: float) -> None:
+        """Let it measure one point, and wait for it."""
+        if not self.start_s or self.process.poll() is not None:
+            return
+        self.asked += 1
+        with contextlib.suppress(OSError):
             assert self.process.stdin is not None
-            self.process.stdin.write("go\n")
+            self.process.stdin.write(json.dumps({"batch": batch, "tokens": tokens}) + "\n")
             self.process.stdin.flush()
-            self.process.wait(max(1.0, deadline - time.perf_counter()))
-        except (subprocess.TimeoutExpired, BrokenPipeError, OSError):
-            pass
+        while time.perf_counter() < deadline and self.process.poll() is None:
+            if self.out.is_file() and len(json.loads(self.out.read_text())["rows"]) >= self.asked:
+                return
+            time.sleep(0.05)
+
+    def rows(self, model: str) -> list[dict[str, Any]]:
+        """A row for each point; one with an error where there is none."""
         log = self.log.read_text(errors="replace")
-        found: dict[str, Any] = {"start_s": round(self.start_s, 1)}
-        room = re.search(r"Maximum concurrency for [\d,]+ tokens per request: ([\d.]+)x", log)
-        found["max_concurrency"] = float(room[1]) if room else None
+        room = re.search(r"Maximum concurrency for ([\d,]+) tokens per request: ([\d.]+)x", log)
         said = re.search(r"replayssm_quant: (.*)", log)
-        found["state"] = said[1] if said else "plain vLLM"
+        common: dict[str, Any] = {
+            "op": OP,
+            "model": model,
+            "arm": self.name,
+            "weights": "dummy",
+            "state": said[1] if said else "plain vLLM",
+            "state_bytes": state_bytes(model, arm_of(self.name)),
+            "cache_gib": round(self.engine["kv_cache_memory_bytes"] / 2**30, 3),
+            "max_concurrency": float(room[2]) if room else None,
+            "concurrency_tokens": int(room[1].replace(",", "")) if room else None,
+            "start_s": round(self.start_s, 1),
+        }
         if self.out.is_file():
-            return found | json.loads(self.out.read_text())
+            found = json.loads(self.out.read_text())
+            rows = found.pop("rows")
+            return [common | found | row for row in rows]
         errors = [x for x in log.splitlines() if "Error" in x]
-        return found | {"error": (errors or log.splitlines() or ["no output"])[-1][-500:]}
+        return [common | {"error": (errors or log.splitlines() or ["no output"])[-1][-500:]}]
 
     def stop(self) -> None:
         if self.process.poll() is None:
@@ -238,52 +375,158 @@ def _alone(lock: str | None) -> Iterator[None]:
         yield
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Every arm in waves; results are written after each."""
-    record: dict[str, Any] = {
-        "model": args.model,
-        "weights": "dummy",
-        "tokens": args.tokens,
-        "short": args.short,
-        "cache_gib": args.cache_gib,
-        "max_model_len": args.max_model_len,
-        "arms": {},
-    }
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Arms in waves, each point through all engines of a wave; rows are written as they come."""
+    from .run import provenance
+
+    origin = {k: v for k, v in provenance().items() if k not in ("gpu", "torch", "vllm")}
+    done: list[dict[str, Any]] = []
     end = time.perf_counter() + args.seconds
     with tempfile.TemporaryDirectory() as name:
         folder = Path(args.logs) if args.logs else Path(name)
         folder.mkdir(parents=True, exist_ok=True)
         for i in range(0, len(args.arms), args.parallel):
-            wave = [Engine(a, ARMS[a], folder, args) for a in args.arms[i : i + args.parallel]]
+            wave = [Engine(a, folder, args) for a in args.arms[i : i + args.parallel]]
             try:
                 for engine in wave:
                     engine.wait_ready(end)
-                for engine in wave:
+                for batch, tokens in args.batches:
                     with _alone(args.lock):
-                        record["arms"][engine.name] = engine.result(end)
-                        engine.stop()
-                    _write(args.out, record)
-                    print(_line(engine.name, record["arms"][engine.name]), flush=True)
+                        for engine in wave:
+                            engine.measure(batch, tokens, end)
+                    rows = [origin | r for engine in wave for r in engine.rows(args.model)]
+                    _write(Path(args.out), json.dumps(done + rows, indent=1) + "\n")
+                done += rows
+                for row in rows:
+                    print(_line(row), flush=True)
             finally:
                 for engine in wave:
                     engine.stop()
-    return record
+    return done
 
 
-def _line(name: str, result: Mapping[str, Any]) -> str:
-    if "error" in result:
-        return f"{name}: failed: {result['error']}"
-    rows = ", ".join(f"batch {b}: {r['step_ms']:.2f} ms" for b, r in result["batches"].items())
+def _line(row: Mapping[str, Any]) -> str:
+    if "error" in row:
+        return f"{row['arm']}: failed: {row['error']}"
     return (
-        f"{name} ({result['runner']}, vLLM {result['vllm']}): {rows}; room for "
-        f"{result['max_concurrency']} requests; started in {result['start_s']} s"
+        f"{row['arm']} ({row['runner']}, vLLM {row['vllm']}), batch {row['batch']}: "
+        f"{row['step_ms']:.2f} ms a step (median {row['median_ms']:.2f}), "
+        f"{row['tokens_per_s']:.0f} tokens/s over {row['steps']} steps; room for "
+        f"{row['max_concurrency']} requests in {row['cache_gib']} GiB; started in "
+        f"{row['start_s']} s"
     )
 
 
-def _write(out: str, record: Mapping[str, Any]) -> None:
-    partial = Path(out + ".part")
-    partial.write_text(json.dumps(record, indent=1))
-    os.replace(partial, out)
+HEAD = """# Decode speed in vLLM
+
+Generated by `python -m replayssm_quant.kernels.bench.e2e --report` from the JSON files in
+`results/`.
+
+Real geometries with dummy weights, CUDA graphs, greedy, prompts of 16 to 22 tokens. A step counts
+if every request of the batch got a token in it, so prefills do not. *x fp32* and *x replay* divide
+by the step of plain vLLM with an fp32 state and of vLLM's own `--use-replayssm` in the same run,
+under the same model runner where that was measured, else marked `*`. *state* is what one request
+keeps in its recurrent layers, convolution and ring included. *room* is vLLM's own "Maximum
+concurrency" of requests as long as those measured, scaled to a cache of {budget} GiB.
+
+"""
+TARGETS = (
+    ("nemotron-3-nano-4b", "x fp32", 2.2),
+    ("nemotron-3-nano-4b", "x replay", 1.4),
+    ("qwen3.5-4b", "x fp32", 1.7),
+)
+"""model, column, least value of the best arm at batch 256."""
+
+
+def _base(rows: list[dict], row: Mapping[str, Any], arm: str) -> tuple[float | None, str]:
+    """(step of a base arm at the row's point, '' or '*' if under another model runner)."""
+    here = [r for r in rows if r["batch"] == row["batch"] and r["tokens"] == row["tokens"]]
+    found = [r for r in here if r["arm"].removesuffix("-v1").removesuffix("-v2") == arm]
+    same = [r for r in found if r["runner"] == row["runner"]]
+    if not found:
+        return None, ""
+    return (same or found)[0]["step_ms"], "" if same else "*"
+
+
+def _ratio(rows: list[dict], row: Mapping[str, Any], arm: str) -> tuple[float | None, str]:
+    step, mark = _base(rows, row, arm)
+    return (None if step is None else step / row["step_ms"]), mark
+
+
+def _point_table(rows: list[dict], batch: int, tokens: int) -> list[str]:
+    here = [r for r in rows if r["batch"] == batch and r["tokens"] == tokens]
+    out = []
+    for row in here:
+        line = [row["arm"], row["runner"], f"{row['tokens_per_s']:,.0f}", f"{row['step_ms']:.2f}"]
+        line += [f"{row['median_ms']:.2f}", f"{row['p90_ms']:.2f}"]
+        for arm in ("fp32", "vllm-replay"):
+            value, mark = _ratio(here, row, arm)
+            line.append(_number(value) + mark)
+        line.append(f"{row['state_bytes'] / 2**20:.1f}")
+        room = row["max_concurrency"]
+        line.append(_number(room and room * BUDGET_GIB / row["cache_gib"], "{:.0f}"))
+        out.append(line)
+    header = ["arm", "runner", "tokens/s", "ms a step", "median", "p90", "x fp32", "x replay"]
+    header += ["state, MiB", f"room, {BUDGET_GIB} GiB"]
+    return _table(header, out)
+
+
+def section(rows: list[dict[str, Any]]) -> list[str]:
+    """Tables of one model."""
+    failed = [r for r in rows if "error" in r]
+    rows = [r for r in rows if "error" not in r]
+    lines = [f"## {(rows or failed)[0]['model']}", ""]
+    if rows:
+        first = rows[0]
+        lines += [
+            f"{first['gpu']}, {first['date']}, commit {str(first['commit'])[:7]}, vLLM "
+            f"{first['vllm']}, torch {first['torch']}, triton {first['triton']}.",
+            "",
+        ]
+    targets = []
+    for model, column, least in TARGETS:
+        here = [r for r in rows if r["batch"] == 256 and "options" in arm_of(r["arm"])]
+        if not here or model != here[0]["model"]:
+            continue
+        base = "fp32" if column == "x fp32" else "vllm-replay"
+        values = [v for v, _ in (_ratio(rows, r, base) for r in here) if v is not None]
+        if values:
+            best = max(values)
+            met = "yes" if best >= least else "no"
+            targets.append([f"best arm: {column}", f"{least:.2f}", f"{best:.2f}", met])
+    if targets:
+        lines += _table(["target, batch 256", "at least", "reached", "met"], targets)
+    for batch, tokens in dict.fromkeys((r["batch"], r["tokens"]) for r in rows):
+        lines += [f"### Batch {batch}, {tokens} tokens", ""]
+        lines += _point_table(rows, batch, tokens)
+    for arm in _order(failed, "arm"):
+        lines.append(f"{arm} failed: {next(r['error'] for r in failed if r['arm'] == arm)}")
+        lines.append("")
+    return lines
+
+
+def report(folder: Path, target: Path) -> Path:
+    """E2E.md in ``target`` from each model's newest rows. Raises ValueError if there is none."""
+    newest: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(folder.glob(f"{OP}-*.json")):  # sorted: a later date replaces
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        for model in _order(rows, "model"):
+            newest[model] = [r for r in rows if r["model"] == model]
+    if not newest:
+        raise ValueError(f"no {OP} file in {folder}; run the benchmark on a GPU first")
+    lines = [line for model in sorted(newest) for line in section(newest[model])]
+    return _write(target / "E2E.md", HEAD.format(budget=BUDGET_GIB) + "\n".join(lines))
+
+
+def _points(text: str) -> list[tuple[int, int | None]]:
+    """``256:1000,8`` -> [(256, 1000), (8, None)]."""
+    out: list[tuple[int, int | None]] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?::(\d+))?", part.strip())
+        if not found or int(found[1]) < 1:
+            raise argparse.ArgumentTypeError(f"'{part}' is no batch; write 256 or 256:1000")
+        out.append((int(found[1]), int(found[2]) if found[2] else None))
+    return out
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -291,31 +534,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m replayssm_quant.kernels.bench.e2e")
     add = parser.add_argument
     add("--child", help=argparse.SUPPRESS)
+    add("--report", action="store_true", help="make E2E.md from the files in results/")
     add("--model", choices=MODELS, default="nemotron-3-nano-4b")
     add("--arms", type=lambda t: t.split(","), default=["fp32", "P4+8"], help=", ".join(ARMS))
-    add("--batches", type=lambda t: [int(b) for b in t.split(",")], default=[256])
-    add("--tokens", type=int, default=1016, help="of the long run")
-    add("--short", type=int, default=16, help="tokens of the short run")
-    add("--repeats", type=int, default=2)
+    add("--batches", type=_points, default=[(256, None)], help="batch or batch:tokens, by commas")
+    add("--tokens", type=int, default=1000, help="of each request, where a batch names none")
     add("--parallel", type=int, default=1, help="engines that start together")
-    add("--cache-gib", type=float, default=36.0, help="vLLM's cache, the same for every arm")
-    add("--memory-share", type=float, default=0.2)
-    add("--max-model-len", type=int, default=2048)
+    add("--cache-gib", type=float, default=0.0, help="vLLM's cache (default: what the batch needs)")
+    add("--memory-share", type=float, default=0.05)
     add("--seconds", type=float, default=3600.0, help="for everything together")
     add("--engine", default="{}", help="more arguments of vllm.LLM, as JSON")
     add("--python", default=sys.executable, help="interpreter that has vLLM")
     add("--lock", help="a file to lock while measuring")
     add("--logs", help="keep the engines' logs in this folder")
-    add("--out", default="e2e.json")
+    add("--out", default=f"{OP}.json")
     args = parser.parse_args(argv)
     if args.child:
         child(json.loads(args.child))
         return 0
-    unknown = [a for a in args.arms if a not in ARMS]
-    if unknown:
-        parser.error(f"unknown arm {unknown[0]}; known: {', '.join(ARMS)}")
-    record = run(args)
-    return int(all("error" in r for r in record["arms"].values()))
+    if args.report:
+        try:
+            print(report(RESULTS, RESULTS.parent))
+        except ValueError as error:
+            parser.error(str(error))
+        return 0
+    args.batches = [(b, args.tokens if t is None else t) for b, t in args.batches]
+    if min(tokens for _, tokens in args.batches) < 8:
+        parser.error("a batch needs 8 tokens or more to be timed")
+    try:
+        for name in args.arms:
+            arm_of(name)
+    except ValueError as error:
+        parser.error(str(error))
+    rows = run(args)
+    return int(all("error" in r for r in rows))
 
 
 if __name__ == "__main__":

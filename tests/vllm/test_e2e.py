@@ -4,6 +4,8 @@ import json
 import sys
 from argparse import Namespace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,22 +14,30 @@ from replayssm_quant.kernels.bench import e2e
 from replayssm_quant.state.geometry import read_geometry
 from replayssm_quant.state.known import KNOWN
 
-# A stand-in for a child: says what vLLM says, waits for its line, then answers or fails.
+# A stand-in for a child: says what vLLM says, then answers each line or fails.
 CHILD = """#!{python}
-import json, sys
+import json, os, sys
 job = json.loads(sys.argv[-1])
 options = job["engine"]["additional_config"].get("replayssm_quant")
 if options:
     print("INFO replayssm_quant: explicit settings, state X")
-print("INFO Maximum concurrency for 2,048 tokens per request: 310.22x")
+print("INFO Maximum concurrency for 1,024 tokens per request: 310.22x")
 print("READY", flush=True)
-assert sys.stdin.readline() == "go\\n"
-if options and options["update_dtype"] == "e4m3":
-    print("RuntimeError: out of memory")
-    sys.exit(1)
-row = {{"step_ms": 12.5, "tokens_per_s": 1.0, "short_s": [1], "long_s": [2]}}
-found = {{"vllm": "0.33.0", "runner": "v2", "batches": {{str(b): row for b in job["batches"]}}}}
-open(job["out"], "w").write(json.dumps(found))
+runner = "v1" if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0" else "v2"
+found = {{"gpu": "NVIDIA H200", "vllm": "0.33.0", "torch": "2.11", "runner": runner, "rows": []}}
+for line in sys.stdin:
+    if options and options["update_dtype"] == "e4m3":
+        print("RuntimeError: out of memory")
+        sys.exit(1)
+    point = json.loads(line)
+    step = 10.0 if options else 25.0 if runner == "v2" else 20.0
+    row = {{"steps": 9, "step_ms": step, "median_ms": step, "p90_ms": step}}
+    row |= point | {{"tokens_per_s": point["batch"] / step * 1e3}}
+    if os.environ.get("VLLM_PLUGINS") == "none":
+        row = point | {{"error": "no plugin"}}
+    found["rows"].append(row)
+    open(job["out"] + ".x", "w").write(json.dumps(found))
+    os.replace(job["out"] + ".x", job["out"])
 """
 
 
@@ -50,11 +60,17 @@ def test_geometries_are_those_that_the_plan_knows(model: str) -> None:
 @pytest.mark.parametrize("arm", e2e.ARMS)
 def test_every_arm_is_plain_vllm_or_valid_options(model: str, arm: str) -> None:
     args = Namespace(
-        batches=[8, 1], max_model_len=64, memory_share=0.2, cache_gib=1.0, engine='{"seed": 3}'
+        model=model,
+        batches=[(8, 40), (1, 9)],
+        memory_share=0.2,
+        cache_gib=1.0,
+        engine='{"seed": 3}',
     )
     engine = e2e.engine_arguments(Path("m"), e2e.ARMS[arm], args)
     assert engine["max_num_seqs"] == 8 and engine["seed"] == 3
+    assert engine["max_model_len"] == 64  # 22 of the prompt, 40, and the token beyond
     assert engine["kv_cache_memory_bytes"] == 2**30
+    assert engine["compilation_config"]["cudagraph_capture_sizes"] == [1, 8]
     options = parse(engine["additional_config"])
     assert (options is None) != ("options" in e2e.ARMS[arm])
     assert (KEY in engine["additional_config"]) == (options is not None)
@@ -63,24 +79,124 @@ def test_every_arm_is_plain_vllm_or_valid_options(model: str, arm: str) -> None:
         assert set(configs) == set(read_geometry(e2e.MODELS[model]).layers)
 
 
+@pytest.mark.parametrize("arm", ["fp32", "fp16", "fp16+nvfp4", "P4+8"])
+def test_bytes_are_those_that_vllm_reported(arm: str) -> None:
+    # MiB a request on the Nano geometry, from the plugin's log line in vLLM 0.33
+    said = {"fp32": 79.92, "fp16": 40.54, "fp16+nvfp4": 57.36, "P4+8": 37.67}
+    nbytes = e2e.state_bytes("nemotron-3-nano-4b", e2e.ARMS[arm])
+    assert nbytes / 2**20 == pytest.approx(said[arm], abs=0.006)
+
+
+@pytest.mark.parametrize(("arm", "room"), [("fp32", 223.78), ("P4+8", 385.18)])
+def test_the_cache_fits_the_batch_as_vllm_counts(arm: str, room: float) -> None:
+    # vLLM 0.33 reported this "Maximum concurrency" for 2,048 tokens in 30 GiB; two requests spare
+    need = e2e.cache_bytes("nemotron-3-nano-4b", e2e.ARMS[arm], round(room) - 2, 2048)
+    assert need / 2**30 == pytest.approx(30, rel=0.005)
+
+
+def test_suffixes_choose_the_runner_and_leave_the_plugin_out() -> None:
+    assert e2e.arm_of("P4+8-v1")["runner"] == "v1"
+    assert e2e.arm_of("fp32-bare") == e2e.ARMS["fp32"] | {"plugins": "none"}
+    with pytest.raises(ValueError, match="unknown arm 'fp32-v3'"):
+        e2e.arm_of("fp32-v3")
+
+
+class Core:
+    """Engine core that prefills one request a step, then gives every live one a token."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Any] = []
+        self.left: dict[str, int] = {}
+
+    def get_output(self) -> Any:
+        if self.waiting:
+            name, params = self.waiting.pop(0)
+            self.left[name] = params.max_tokens
+        out = list(self.left)
+        for name in out:
+            self.left[name] -= 1
+            if not self.left[name]:
+                del self.left[name]
+        return SimpleNamespace(outputs=out)
+
+
+@pytest.fixture
+def llm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    vllm = ModuleType("vllm")
+    vllm.SamplingParams = SimpleNamespace  # type: ignore[attr-defined]
+    sampling = ModuleType("vllm.sampling_params")
+    sampling.RequestOutputKind = SimpleNamespace(FINAL_ONLY=1)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", sampling)
+    core = Core()
+    engine = SimpleNamespace(
+        engine_core=core,
+        add_request=lambda name, prompt, params: core.waiting.append((name, params)),
+        has_unfinished_requests=lambda: bool(core.waiting or core.left),
+        step=lambda: core.get_output(),
+    )
+    return SimpleNamespace(llm_engine=engine)
+
+
+def test_only_steps_of_the_whole_batch_are_timed(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(10**6))
+    monkeypatch.setattr(e2e.time, "perf_counter", lambda: next(clock) * 1e-3)
+    row = e2e.measure(llm, 4, 30, 100)
+    # 30 tokens for the first request, whose last three companions come one a step later
+    assert row["steps"] == 30 - 3 - 3 and row["step_ms"] == row["median_ms"] == 1.0
+    assert row["tokens_per_s"] == 4000.0
+
+
+def test_a_batch_that_never_is_whole_is_an_error(llm: Any) -> None:
+    with pytest.raises(RuntimeError, match="only 0 of 30 steps had all of 40 requests"):
+        e2e.measure(llm, 40, 30, 100)
+
+
 def test_arms_run_in_waves_and_a_failure_is_a_row(
     python: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "e2e.json"
     code = e2e.main(
         ["--arms", "fp32,e4m3,P4+8", "--parallel", "2", "--python", python, "--out", str(out)]
-        + ["--batches", "1,256", "--lock", str(tmp_path / "lock")]
+        + ["--batches", "1:9,256", "--lock", str(tmp_path / "lock")]
     )
     assert code == 0
-    record = json.loads(out.read_text())
-    assert list(record["arms"]) == ["fp32", "e4m3", "P4+8"]
-    plain, failed, ours = record["arms"].values()
+    rows = json.loads(out.read_text())
+    assert [(r["arm"], r.get("batch"), r.get("tokens")) for r in rows] == [
+        ("fp32", 1, 9),
+        ("fp32", 256, 1000),
+        ("e4m3", None, None),
+        ("P4+8", 1, 9),
+        ("P4+8", 256, 1000),
+    ]
+    plain, failed, ours = rows[1:4]
     assert plain["state"] == "plain vLLM" and ours["state"] == "explicit settings, state X"
-    assert plain["max_concurrency"] == 310.22
-    assert set(ours["batches"]) == {"1", "256"} and ours["batches"]["1"]["step_ms"] == 12.5
-    assert failed["error"] == "RuntimeError: out of memory" and "batches" not in failed
+    assert plain["max_concurrency"] == 310.22 and plain["concurrency_tokens"] == 1024
+    assert plain["op"] == "e2e_decode_speedup" and plain["commit"] and ours["step_ms"] == 10.0
+    assert failed["error"] == "RuntimeError: out of memory"
     said = capsys.readouterr().out
-    assert "e4m3: failed: RuntimeError: out of memory" in said and "12.50 ms" in said
+    assert "e4m3: failed: RuntimeError: out of memory" in said and "10.00 ms" in said
+
+
+def test_the_report_compares_within_a_runner(python: str, tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    results.mkdir()
+    out = results / "e2e_decode_speedup-h200-2026-01-01.json"
+    arms = "fp32,vllm-replay,fp32-v1,P4+8,e4m3,P4+8-v1,fp32-bare"
+    assert e2e.main(["--arms", arms, "--python", python, "--out", str(out)]) == 0
+    text = e2e.report(results, tmp_path).read_text()
+    table = {x.split(" | ")[0].strip("| "): x for x in text.splitlines() if x.startswith("| ")}
+    # steps: fp32 25 (V2) and 20 (V1), upstream 20 (V1), ours 10
+    assert " v2 | 25,600 | 10.00 | 10.00 | 10.00 | 2.50 | 2.00* | 37.7 |" in table["P4+8"]
+    assert " v1 | 25,600 | 10.00 | 10.00 | 10.00 | 2.00 | 2.00 | 37.7 |" in table["P4+8-v1"]
+    assert "| 2.20 | 2.50 | yes |" in table["best arm: x fp32"]
+    assert "e4m3 failed: RuntimeError: out of memory" in text
+    assert "fp32-bare failed: no plugin" in text
+
+
+def test_a_report_without_results_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no e2e_decode_speedup file"):
+        e2e.report(tmp_path, tmp_path)
 
 
 def test_the_exit_code_says_that_nothing_ran(python: str, tmp_path: Path) -> None:
@@ -88,7 +204,17 @@ def test_the_exit_code_says_that_nothing_ran(python: str, tmp_path: Path) -> Non
     assert e2e.main(["--arms", "e4m3", "--python", python, "--out", out]) == 1
 
 
-def test_an_unknown_arm_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        e2e.main(["--arms", "fp33"])
-    assert "unknown arm fp33" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--arms", "fp33"], "unknown arm 'fp33'"),
+        (["--batches", "8x"], "'8x' is no batch"),
+        (["--batches", "8:4"], "8 tokens or more"),
+    ],
+)
+def test_unusable_arguments_are_refused(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        e2e.main(argv)
+    assert error.value.code == 2 and message in capsys.readouterr().err

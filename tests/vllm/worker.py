@@ -1,16 +1,19 @@
 """Runs in the interpreter that has vLLM: ``worker.py JOB.json OUT.json``. No test lives here.
 
 A job is a list of scenarios; each makes an engine, feeds it requests step by step, and reports the
-tokens, the top-2 gaps and what the plugin did. ``signatures`` instead reports how our overrides
-compare with the vLLM that is installed.
+tokens, the top-2 gaps and what the plugin did; ``then`` feeds more of them to the same engine.
+``signatures`` instead reports how our overrides compare with the vLLM that is installed.
 """
 
 import gc
 import inspect
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from replayssm_quant.backends.vllm.generate import make_llm
 
@@ -21,7 +24,10 @@ def layers_of(engine: Any) -> list[Any]:
 
 
 def drive(llm: Any, scenario: dict[str, Any]) -> dict[str, Any]:
-    """Add request i at step ``arrive[i]``; alone: each only when the one before has finished."""
+    """Add request i at step ``arrive[i]``; alone: each only when the one before has finished.
+
+    tokens: one number, or one a request. seeds: sampling seed of each request.
+    """
     from vllm import SamplingParams
 
     engine = llm.llm_engine
@@ -34,37 +40,47 @@ def drive(llm: Any, scenario: dict[str, Any]) -> dict[str, Any]:
     )[1]
     prompts = scenario["prompts"]
     arrive = scenario.get("arrive", [0] * len(prompts))
+    tokens = scenario["tokens"]
+    tokens = [tokens] * len(prompts) if isinstance(tokens, int) else tokens
+    seeds = scenario.get("seeds", [None] * len(prompts))
     waiting = sorted(range(len(prompts)), key=lambda i: (arrive[i], i))
-    params = SamplingParams(
-        temperature=0.0,
-        max_tokens=scenario["tokens"],
-        ignore_eos=True,
-        detokenize=False,
-        logprobs=2,
-    )
+    common = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": 2}
     found: dict[int, Any] = {}
-    step = 0
+    memory: list[int] = []
+    step, start = 0, time.perf_counter()
     while waiting or engine.has_unfinished_requests():
         busy = engine.has_unfinished_requests()
         while waiting and arrive[waiting[0]] <= step and not (scenario.get("alone") and busy):
             i = waiting.pop(0)
+            params = SamplingParams(**common, max_tokens=tokens[i], seed=seeds[i])
             engine.add_request(str(i), {"prompt_token_ids": prompts[i]}, params)
             busy = True
         for output in engine.step():
             if output.finished:
                 found[int(output.request_id)] = output.outputs[0]
+        if step % 100 == 99:
+            memory.append(allocated())
         step += 1
+    seconds = time.perf_counter() - start
+    scheduler._preempt_request = original
     gaps = []
     for i in range(len(prompts)):
         tops = [sorted(x.logprob for x in d.values())[-2:] for d in found[i].logprobs]
-        gaps.append([b - a for a, b in tops])
+        gaps.append([round(b - a, 6) for a, b in tops])
     return {
         "ids": [list(found[i].token_ids) for i in range(len(prompts))],
         "gaps": gaps,
         "preempted": len(preempted),
         "steps": step,
+        "seconds": round(seconds, 3),
+        "memory": memory,
         "prompts": prompts,
     }
+
+
+def allocated() -> int:
+    """Bytes of torch tensors on this process's GPU."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
 def watch(log: dict[str, Any]) -> None:
@@ -103,12 +119,16 @@ def run(scenario: dict[str, Any], log: dict[str, Any]) -> dict[str, Any]:
         for layer in layers:
             layer.kv_cache[1].fill_(255)
     result = drive(llm, scenario)
+    for name, more in scenario.get("then", {}).items():  # on the same engine, its slots used before
+        result[name] = drive(llm, scenario | more)
     config = llm.llm_engine.vllm_config
     result |= {
         "layers": len(layers),
         "page": [layer.page.nbytes for layer in layers],
         "strides": [layer.kv_cache[1].stride(0) for layer in layers],
         "classes": sorted({type(layer).__name__ for layer in layers}),
+        "block_size": config.cache_config.block_size,
+        "runner": "v2" if config.use_v2_model_runner else "v1",
         "prefix_caching": config.cache_config.enable_prefix_caching,
         "log": dict(log),
     }
