@@ -355,13 +355,20 @@ class Engine:
         errors = [x for x in log.splitlines() if "Error" in x]
         return [common | {"error": (errors or log.splitlines() or ["no output"])[-1][-500:]}]
 
+    def close(self) -> None:
+        """Ask it to end."""
+        with contextlib.suppress(OSError):
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+
     def stop(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(10)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
+        """Wait for the end, so that its memory is free."""
+        for end in (lambda: None, self.process.terminate, self.process.kill):
+            if self.process.poll() is not None:
+                return
+            end()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(12)
 
 
 @contextlib.contextmanager
@@ -400,6 +407,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                 for row in rows:
                     print(_line(row), flush=True)
             finally:
+                for engine in wave:
+                    engine.close()
                 for engine in wave:
                     engine.stop()
     return done
