@@ -117,9 +117,15 @@ class VerifyRows:
 
     def take(self, rows: torch.Tensor) -> VerifyRows:
         """The rows at the given indices."""
-        tree = None if self.ancestors is None else self.ancestors[rows]
-        names = ("slots", "valid", "flush", "count", "position", "key")
-        return VerifyRows(*(getattr(self, name)[rows] for name in names), tree)
+        return VerifyRows(
+            self.slots[rows],
+            self.valid[rows],
+            self.flush[rows],
+            self.count[rows],
+            self.position[rows],
+            self.key[rows],
+            None if self.ancestors is None else self.ancestors[rows],
+        )
 
     def folding(self) -> StepRows:
         """Rows of the fold alone: all others are padding, and ``valid`` inputs are to be folded."""
