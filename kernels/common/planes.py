@@ -110,12 +110,53 @@ def code_value(word, T: tl.constexpr, ELEM: tl.constexpr, HAS_NAN: tl.constexpr)
 
 
 @triton.jit
-def load_words(ptr, offs, mask, W: tl.constexpr, ELEM: tl.constexpr):
+def load_words(ptr, offs, mask, W: tl.constexpr, ELEM: tl.constexpr, ALWAYS: tl.constexpr = False):
     """The int32 words of a row piece: a tuple of bits / 4 tensors at ``offs``, ``offs + W``, ..."""
     words = ()
     for h in tl.static_range(element_bits_of(ELEM) // 4):
-        words = words + (tl.load(ptr + offs + h * W, mask=mask, other=0),)
+        words = words + (load_if(ptr + offs + h * W, mask, ALWAYS),)
     return words
+
+
+@triton.jit
+def half_values(word):
+    """Both fp16 numbers of int32 words, low half first, as fp32."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h; }",
+            "=f,=f,r", [word], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return code_value(word, 0, "fp16", False), code_value(word, 1, "fp16", False)
+
+
+@triton.jit
+def shift(x, BY: tl.constexpr):
+    """x << BY, or x >> -BY."""
+    if BY >= 0:
+        return x << BY
+    else:
+        return x >> -BY
+
+
+@triton.constexpr_function
+def integer_bias(bits, low):
+    """What is added to an integer of ``low`` low bits so that its stored parts are unsigned."""
+    return (1 << (bits - 1 + low)) + ((1 << (low - 1)) if low else 0)
+
+
+@triton.jit
+def integer_value(high, low, PLANE: tl.constexpr, BITS: tl.constexpr, LOW: tl.constexpr):
+    """fp32 value of integer number PLANE of a row piece; bytes with their sign bit flipped.
+
+    Set below the exponent of 2**23, the bits of an integer and its bias read as 2**23 plus both.
+    """
+    PER: tl.constexpr = 32 // BITS
+    WIDE: tl.constexpr = ((1 << BITS) - 1) << LOW
+    bits = (shift(high, LOW - BITS * (PLANE % PER)) & WIDE) | 0x4B000000
+    if LOW > 0:
+        bits = bits | (shift(low, -LOW * (PLANE % (32 // LOW))) & ((1 << LOW) - 1))
+    return as_float(bits) - (8388608.0 + integer_bias(BITS, LOW))
 
 
 @triton.jit
@@ -123,8 +164,32 @@ def code_values(words, ELEM: tl.constexpr, HAS_NAN: tl.constexpr):
     """Words of one row piece -> its eight planes as fp32 code values."""
     PER: tl.constexpr = 32 // element_bits_of(ELEM)
     values = ()
+    if ELEM == "fp16":
+        for w in tl.static_range(4):
+            low, high = half_values(words[w])
+            values = values + (low, high)
+    elif ELEM == "int8" or ELEM == "int4":
+        FLIP: tl.constexpr = -0x7F7F7F80 if ELEM == "int8" else 0  # 0x80808080
+        for i in tl.static_range(8):
+            word = words[i // PER] ^ FLIP
+            values = values + (integer_value(word, word, i, 32 // PER, 0),)
+    else:
+        for i in tl.static_range(8):
+            values = values + (code_value(words[i // PER], i % PER, ELEM, HAS_NAN),)
+    return values
+
+
+@triton.jit
+def planar_values(highs, lows, ELEM: tl.constexpr, LOW: tl.constexpr):
+    """The eight planes of both parts of a planar format, as fp32 integers."""
+    BITS: tl.constexpr = element_bits_of(ELEM)
+    FLIP: tl.constexpr = -0x7F7F7F80 if BITS == 8 else 0
+    FLIP_LOW: tl.constexpr = -0x7F7F7F80 if LOW == 8 else 0
+    values = ()
     for i in tl.static_range(8):
-        values = values + (code_value(words[i // PER], i % PER, ELEM, HAS_NAN),)
+        high = highs[i // (32 // BITS)] ^ FLIP
+        low = lows[i // (32 // LOW)] ^ FLIP_LOW
+        values = values + (integer_value(high, low, i, BITS, LOW),)
     return values
 
 
@@ -151,6 +216,7 @@ def load_scales(
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     N: tl.constexpr,
+    ALWAYS: tl.constexpr = False,
 ):
     """fp32 scales of rows: a tuple of one tensor, or of one a block; ``tile`` fp32 [rows].
 
@@ -167,14 +233,14 @@ def load_scales(
             # several bytes a load; and a product fed by 8-bit loads would take a wrong layout
             if k % PER == 0:
                 wide = scale_ptr.to(tl.pointer_type(tl.int32 if PER == 4 else tl.int16))
-                word = tl.load(wide + row * (COUNT // PER) + k // PER, mask=mask, other=0)
+                word = load_if(wide + row * (COUNT // PER) + k // PER, mask, ALWAYS)
                 word = word.to(tl.int32)
             stored = (word >> (8 * (k % PER))) & 0xFF
         else:
             at = scale_ptr + row * COUNT + k
             if GRAN == "head":
                 at = scale_ptr + row * 0
-            stored = tl.load(at, mask=mask, other=0)
+            stored = load_if(at, mask, ALWAYS)
         if SCALE == "e4m3":
             s = e4m3_scale(stored.to(tl.int32)) * tile
         elif SCALE == "e8m0":
@@ -244,14 +310,35 @@ def random_of(words, ENTRY: tl.constexpr, BITS: tl.constexpr):
         return (word & 0xFFFF).to(tl.int32)
 
 
+@triton.constexpr_function
+def _byte_asm(place, constant):
+    return f"prmt.b32 $0, $1, {constant:#x}, {0x7604 + 16 * place:#x};"
+
+
 @triton.jit
-def floor_stochastic(t, r, BITS: tl.constexpr):
-    """floor(t + (r + 0.5) / 2**BITS); 16 bits keep whole numbers whole (see the codec)."""
-    if BITS == 8:
-        return tl.floor(t + (r.to(tl.float32) + 0.5) * 2.0**-8)
+def random_fraction(words, ENTRY: tl.constexpr):
+    """(r + 0.5) / 2**18 of the 8-bit random number of a tile entry, fp32."""
+    if PTX:
+        ASM: tl.constexpr = _byte_asm(ENTRY % 4, 0x3E000080)  # 1/8 + (r + 0.5) / 2**18
+        bits = tl.inline_asm_elementwise(
+            ASM, "=r,r", [words[ENTRY // 4]], dtype=tl.int32, is_pure=True, pack=1
+        )
+        return as_float(bits) - 0.125
     else:
-        whole = tl.floor(t)
-        return whole + tl.floor((t - whole) + (r.to(tl.float32) + 0.5) * 2.0**-16)
+        return (random_of(words, ENTRY, 8).to(tl.float32) + 0.5) * 2.0**-18
+
+
+@triton.jit
+def random_offset(words, ENTRY: tl.constexpr):
+    """(r - 127.5) / 256 of the 8-bit random number of a tile entry, fp32."""
+    if PTX:
+        ASM: tl.constexpr = _byte_asm(ENTRY % 4, 0x43000000)  # 128 + r / 256
+        bits = tl.inline_asm_elementwise(
+            ASM, "=r,r", [words[ENTRY // 4]], dtype=tl.int32, is_pure=True, pack=1
+        )
+        return as_float(bits) - 128.498046875
+    else:
+        return (random_of(words, ENTRY, 8).to(tl.float32) - 127.5) * 2.0**-8
 
 
 # --- encode ---------------------------------------------------------------------------------------
@@ -269,52 +356,116 @@ def grid_even(x, M: tl.constexpr, EMIN: tl.constexpr):
 
 
 @triton.jit
-def float_code(
-    x, r, ELEM: tl.constexpr, ROUND: tl.constexpr, BITS: tl.constexpr, HAS_NAN: tl.constexpr
-):
-    """Codes (int32) of fp32 values in a float element; ROUND is "sr", "rn" or "up".
+def float_field(
+    x, words, ENTRY: tl.constexpr, ELEM: tl.constexpr, ROUND: tl.constexpr, BITS: tl.constexpr,
+    HAS_NAN: tl.constexpr,
+):  # fmt: skip
+    """Rounded magnitudes as codes << DROP (DROP = 23 - mantissa bits); the bits below are noise.
 
-    Multiplied by 2**(EMIN - 1 - -126), a magnitude's fp32 bits are its code followed by the bits
-    that rounding drops, in the subnormal range too. The product is written as fma(a, b, 0), the
-    same number: of a plain one whose bits are then shifted left, ptxas 12.8 makes 0.
+    ROUND is "sr" (with the random ``words`` of a tile), "rn" or "up". Multiplied by
+    2**(EMIN - 1 - -126), a magnitude's fp32 bits are its code followed by the bits that rounding
+    drops, in the subnormal range too. The product is written as fma(a, b, 0), the same number: of a
+    plain one whose bits are then shifted left, ptxas 12.8 makes 0.
     """
     FIELDS: tl.constexpr = float_fields(ELEM)
     M: tl.constexpr = FIELDS[0]
     EMIN: tl.constexpr = FIELDS[1]
     MAX: tl.constexpr = FIELDS[3]
     DROP: tl.constexpr = 23 - M
-    WIDTH: tl.constexpr = element_bits_of(ELEM)
     SHIFT: tl.constexpr = 2.0 ** (-126 - EMIN)
     mag = tl.minimum(tl.abs(x), MAX)  # drops NaN, which gets its code below
-    if ROUND == "rn":
-        if ELEM == "bf16":
-            field = as_bits(mag)
-            code = (field + 0x7FFF + ((field >> 16) & 1)) >> 16
-        else:
-            code = as_bits(tl.fma(grid_even(mag, M, EMIN), SHIFT, 0.0)) >> DROP
+    if ROUND == "rn" and ELEM == "bf16":
+        field = as_bits(mag)
+        field = field + 0x7FFF + ((field >> 16) & 1)
+    elif ROUND == "rn":
+        field = as_bits(tl.fma(grid_even(mag, M, EMIN), SHIFT, 0.0))
+    elif ROUND == "up":
+        exponent = tl.maximum((as_bits(mag) >> 23) - 127, EMIN)
+        steps = tl.ceil(mag * as_float((M - exponent + 127) << 23))
+        code = tl.minimum(((exponent - EMIN) << M) + steps.to(tl.int32), FIELDS[2])
+        field = tl.maximum(code, (mag > 0).to(tl.int32)) << DROP  # a ceil flushes subnormals
+    elif ELEM == "fp16" and BITS == 8:
+        mag = tl.abs(x) + random_fraction(words, ENTRY) * half_step(x)
+        field = as_bits(tl.fma(tl.minimum(mag, MAX), SHIFT, 0.0))
+        field = tl.where(as_bits(tl.abs(x)) == _INF_BITS, 0x7C00 << DROP, field)
     else:
         field = as_bits(tl.fma(mag, SHIFT, 0.0))
-        if ROUND == "up":
-            exponent = tl.maximum((as_bits(mag) >> 23) - 127, EMIN)
-            steps = tl.ceil(mag * as_float((M - exponent + 127) << 23))
-            code = tl.minimum(((exponent - EMIN) << M) + steps.to(tl.int32), FIELDS[2])
-            code = tl.maximum(code, (mag > 0).to(tl.int32))  # a GPU's ceil flushes subnormals
-        elif BITS == 8:
-            code = (field + ((r << (DROP - 8)) | (1 << (DROP - 9)))) >> DROP
+        r = random_of(words, ENTRY, BITS)
+        if BITS == 8:
+            field = field + ((r << (DROP - 8)) | (1 << (DROP - 9)))
         elif DROP >= 17:
-            code = (field + ((r << (DROP - 16)) | (1 << (DROP - 17)))) >> DROP
+            field = field + ((r << (DROP - 16)) | (1 << (DROP - 17)))
         else:
-            code = (field + (r >> (16 - DROP))) >> DROP
+            field = field + (r >> (16 - DROP))
     if HAS_NAN:
-        code = tl.where(x != x, FIELDS[4], code)
-    return code | (((as_bits(x) >> 31) & 1) << (WIDTH - 1))
+        field = tl.where(x != x, FIELDS[4] << DROP, field)
+    return field
+
+
+@triton.jit
+def half_step(x):
+    """2**10 times the step of fp16 at x: the power of two below |x|, at least 2**-14."""
+    return as_float(tl.maximum(as_bits(x) & 0x7F800000, 113 << 23))
+
+
+@triton.jit
+def half_pair_stochastic(low, high, words, ENTRY: tl.constexpr):
+    """Two values as an int32 word of fp16 numbers, rounded by the words of entries ENTRY, + 1.
+
+    Less than one step is added away from zero, then the conversion truncates.
+    """
+    out = ()
+    for e in tl.static_range(2):
+        x = low if e == 0 else high
+        step = as_float(as_bits(half_step(x)) | (as_bits(x) & -2147483648))
+        out = out + (tl.fma(random_fraction(words, ENTRY + e), step, x),)
+    return tl.inline_asm_elementwise(
+        "cvt.rz.f16x2.f32 $0, $2, $1;", "=r,f,f", [out[0], out[1]], dtype=tl.int32,
+        is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def place_float(word, x, field, PLANE: tl.constexpr, ELEM: tl.constexpr):
+    """OR the code of ``float_field`` and the sign of x into words, as element number PLANE."""
+    WIDTH: tl.constexpr = element_bits_of(ELEM)
+    AT: tl.constexpr = WIDTH * (PLANE % (32 // WIDTH))
+    DROP: tl.constexpr = 23 - float_fields(ELEM)[0]
+    MASK: tl.constexpr = ((1 << (WIDTH - 1)) - 1) << AT
+    SIGN: tl.constexpr = -2147483648 if AT + WIDTH == 32 else 1 << (AT + WIDTH - 1)
+    word = word | (shift(field, AT - DROP) & MASK)
+    return word | (shift(as_bits(x), AT + WIDTH - 32) & SIGN)
+
+
+@triton.jit
+def float_code(
+    x, r, ELEM: tl.constexpr, ROUND: tl.constexpr, BITS: tl.constexpr, HAS_NAN: tl.constexpr
+):
+    """Codes (int32) of fp32 values in a float element, given one random number each."""
+    field = float_field(x, (r,), 0, ELEM, ROUND, BITS, HAS_NAN)
+    return place_float(as_bits(x) & 0, x, field, 0, ELEM)
+
+
+@triton.jit
+def integer_bits(
+    t, words, ENTRY: tl.constexpr, TOP: tl.constexpr, BIAS: tl.constexpr, SR: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
+    """fp32 bits whose low places hold the rounded integer of scaled values plus BIAS (even)."""
+    if SR and BITS == 8:
+        t = t + random_offset(words, ENTRY)
+    elif SR:  # 16 bits: the fraction apart, or large values would leave the draw too few places
+        u = (random_of(words, ENTRY, BITS).to(tl.float32) + 0.5) * 2.0**-16
+        whole = tl.floor(t)
+        t = whole + tl.floor((t - whole) + u)
+    t = tl.minimum(tl.maximum(t, -TOP), TOP)
+    return as_bits(t + (12582912.0 + BIAS))
 
 
 @triton.jit
 def int_code(t, r, TOP: tl.constexpr, SR: tl.constexpr, BITS: tl.constexpr):
-    """Signed integer codes (int32) of scaled fp32 values."""
-    q = floor_stochastic(t, r, BITS) if SR else round_even(t)
-    return tl.minimum(tl.maximum(q, -TOP), TOP).to(tl.int32)
+    """Signed integer codes (int32) of scaled fp32 values, given one random number each."""
+    return integer_bits(t, (r,), 0, TOP, 0, SR, BITS) - 0x4B400000
 
 
 @triton.jit
@@ -324,11 +475,13 @@ def _magnitude(x):
 
 @triton.jit
 def reciprocal(x):
-    """1 / x, correctly rounded."""
+    """1 / x, correctly rounded, for 2**-126 <= x <= 2**126: one Newton step is enough."""
     if PTX:
         return tl.inline_asm_elementwise(
-            "rcp.rn.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+            "{ .reg .f32 r, e; rcp.approx.ftz.f32 r, $1; fma.rn.f32 e, $1, r, 0fBF800000; "
+            "neg.f32 e, e; fma.rn.f32 $0, r, e, r; }",
+            "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
     else:
         return tl.div_rn(1.0, x)
 
@@ -401,6 +554,79 @@ def make_scale(
 
 
 @triton.jit
+def e4m3_pair(low, high):
+    """(low code | high code << 8, low value, high value) of non-negative fp32, to nearest even."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 h, l, u; .reg .b32 f; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3; "
+        "cvt.u32.u16 $0, h; cvt.rn.f16x2.e4m3x2 f, h; mov.b32 {l, u}, f; "
+        "cvt.f32.f16 $1, l; cvt.f32.f16 $2, u; }",
+        "=r,=f,=f,f,f", [low, high], dtype=(tl.int32, tl.float32, tl.float32),
+        is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_scales(
+    amaxes, tile, tile_inverse, scale_ptr, row, row_ok,
+    COUNT: tl.constexpr, SCALE: tl.constexpr, MAX_CODE: tl.constexpr, UP: tl.constexpr,
+    FULL: tl.constexpr,
+):  # fmt: skip
+    """Make the scales of the groups of rows and store them; their fp32 values and inverses."""
+    PACKED: tl.constexpr = SCALE == "e4m3" and not UP and PTX and COUNT % 4 == 0
+    scales = ()
+    inverses = ()
+    word = row * 0
+    for k in tl.static_range(COUNT):
+        if PACKED:
+            if k % 2 == 0:
+                ratio = ()
+                for e in tl.static_range(2):
+                    raw = divide(amaxes[k + e], MAX_CODE, 1.0 / MAX_CODE)
+                    ratio = ratio + (divide(raw, tile, tile_inverse),)
+                both, low, high = e4m3_pair(ratio[0], ratio[1])
+                word = word | (both << (8 * (k % 4)))
+                scales = scales + (low * tile, high * tile)
+            s = scales[k]
+        else:
+            stored, s = make_scale(amaxes[k], tile, tile_inverse, SCALE, MAX_CODE, UP)
+            scales = scales + (s,)
+            if SCALE == "fp32":
+                store_if(scale_ptr + row * COUNT + k, as_float(stored), row_ok, FULL)
+            elif SCALE == "fp16":
+                half = stored.to(tl.int16).to(tl.float16, bitcast=True)
+                store_if(scale_ptr + row * COUNT + k, half, row_ok, FULL)
+            elif COUNT % 4 == 0:
+                word = word | (stored << (8 * (k % 4)))
+            else:
+                store_if(scale_ptr + row * COUNT + k, stored.to(tl.uint8), row_ok, FULL)
+        if (SCALE == "e4m3" or SCALE == "e8m0") and COUNT % 4 == 0 and k % 4 == 3:
+            wide = scale_ptr.to(tl.pointer_type(tl.int32))  # four scale bytes a word
+            store_if(wide + row * (COUNT // 4) + k // 4, word, row_ok, FULL)
+            word = row * 0
+        good = s > 0
+        inverses = inverses + (tl.where(good, reciprocal(tl.where(good, s, 1.0)), 0.0),)
+    return scales, inverses
+
+
+@triton.jit
+def store_if(ptr, value, mask, ALWAYS: tl.constexpr):
+    """A store under a mask that may be known to be true."""
+    if ALWAYS:
+        tl.store(ptr, value)
+    else:
+        tl.store(ptr, value, mask=mask)
+
+
+@triton.jit
+def load_if(ptr, mask, ALWAYS: tl.constexpr):
+    """A load under a mask that may be known to be true; zero where it is not."""
+    if ALWAYS:
+        return tl.load(ptr)
+    else:
+        return tl.load(ptr, mask=mask, other=0)
+
+
+@triton.jit
 def encode_tile(
     values,
     words,
@@ -424,7 +650,7 @@ def encode_tile(
     values: sixteen fp32 [8, W]; words: random words or an empty tuple; pair int32 [8] row pairs of
     the head, row_ok two masks [8] (even and odd rows), column int32 [W], column_ok [W]. Pointers
     are at this head: code and low int32, scale typed as stored, tile fp32. FORMAT is the tuple of
-    ``spec.kernel_format``.
+    ``spec.kernel_format``. The codes of a group whose scale is NaN mean nothing.
     """
     ELEM: tl.constexpr = FORMAT[0]
     LOW: tl.constexpr = FORMAT[1]
@@ -434,99 +660,97 @@ def encode_tile(
     SCALE: tl.constexpr = FORMAT[5]
     UP: tl.constexpr = FORMAT[6]
     W: tl.constexpr = N // 8
-    COUNT: tl.constexpr = N // BLOCK if BLOCK > 0 else 1
-    PER: tl.constexpr = 32 // element_bits_of(ELEM)
+    WIDTH: tl.constexpr = element_bits_of(ELEM)
+    PER: tl.constexpr = 32 // WIDTH
     SCALED: tl.constexpr = GRAN != "none"
-    CODE_MASK: tl.constexpr = (1 << (32 // PER)) - 1 if PER > 1 else -1
     LOW_PER: tl.constexpr = 32 // LOW if LOW > 0 else 1
-    LOW_MASK: tl.constexpr = 15 if LOW == 4 else 255
+    INTEGER: tl.constexpr = ELEM == "int8" or ELEM == "int4"
+    BIAS: tl.constexpr = integer_bias(WIDTH, LOW) if INTEGER else 0
+    FLIP: tl.constexpr = -0x7F7F7F80 if ELEM == "int8" else 0  # stored bytes are signed
+    FLIP_LOW: tl.constexpr = -0x7F7F7F80 if LOW == 8 else 0
+    FULL: tl.constexpr = R % 16 == 0 and column.shape[0] == W
+    HALVES: tl.constexpr = ELEM == "fp16" and SR and BITS == 8 and PTX and not SCALED
     tile = 0.0
     tile_inverse = 0.0
-    if SCALED and SCALE == "e4m3":
-        top = tl.abs(values[0])
-        for e in tl.static_range(15):
-            mag = tl.abs(values[e + 1])
-            top = tl.maximum(top, mag, propagate_nan=tl.PropagateNan.ALL)
-        tile_amax = as_float(tl.max(tl.max(as_bits(top), 1), 0))
-        tile = floored_scale(divide(tile_amax, MAX_CODE * 448.0, 1.0 / (MAX_CODE * 448.0)))
-        tile_inverse = reciprocal(tl.where(tile > 0, tile, 1.0))
-        tl.store(tile_ptr + tl.min(pair, 0) // PAIRS, tile)
+    amaxes = ()
+    if SCALED:
+        amaxes = (
+            group_amax(values, 0, column, W, BLOCK, N),
+            group_amax(values, 1, column, W, BLOCK, N),
+        )
+        if SCALE == "e4m3":
+            top = amaxes[0][0]
+            for p in tl.static_range(2):
+                for k in tl.static_range(N // BLOCK):
+                    top = tl.maximum(top, amaxes[p][k], propagate_nan=tl.PropagateNan.ALL)
+            tile_amax = as_float(tl.max(as_bits(top), 0))
+            tile = floored_scale(divide(tile_amax, MAX_CODE * 448.0, 1.0 / (MAX_CODE * 448.0)))
+            tile_inverse = reciprocal(tl.where(tile > 0, tile, 1.0))
+            tl.store(tile_ptr + tl.min(pair, 0) // PAIRS, tile)
     back = ()
     for p in tl.static_range(2):
         row = 2 * pair + p
-        scales = ()
-        inverses = ()
         if SCALED:
-            amaxes = group_amax(values, p, column, W, BLOCK, N)
-            packed = row * 0
-            for k in tl.static_range(COUNT):
-                stored, s = make_scale(amaxes[k], tile, tile_inverse, SCALE, MAX_CODE, UP)
-                good = s > 0
-                inverse = tl.where(good, reciprocal(tl.where(good, s, 1.0)), 0.0)
-                scales = scales + (s,)
-                inverses = inverses + (inverse,)
-                if SCALE == "fp32":
-                    tl.store(scale_ptr + row * COUNT + k, as_float(stored), mask=row_ok[p])
-                elif SCALE == "fp16":
-                    half = stored.to(tl.int16).to(tl.float16, bitcast=True)
-                    tl.store(scale_ptr + row * COUNT + k, half, mask=row_ok[p])
-                elif COUNT % 4 == 0:  # four scale bytes a word
-                    packed = packed | (stored << (8 * (k % 4)))
-                    if k % 4 == 3:
-                        wide = scale_ptr.to(tl.pointer_type(tl.int32))
-                        tl.store(wide + row * (COUNT // 4) + k // 4, packed, mask=row_ok[p])
-                        packed = row * 0
-                else:
-                    tl.store(scale_ptr + row * COUNT + k, stored.to(tl.uint8), mask=row_ok[p])
+            scales, inverses = store_scales(
+                amaxes[p], tile, tile_inverse, scale_ptr, row, row_ok[p],
+                N // BLOCK if BLOCK > 0 else 1, SCALE, MAX_CODE, UP, R % 16 == 0,
+            )  # fmt: skip
         mask = row_ok[p][:, None] & column_ok[None, :]
-        word = (row * 0)[:, None] + (column * 0)[None, :]
-        low_word = word
+        zero = (row * 0)[:, None] + (column * 0)[None, :]
+        word = zero
+        low_word = zero
         for i in tl.static_range(8):
             x = values[p * 8 + i]
-            r = word * 0
-            if SR:
-                r = random_of(words, p * 8 + i, BITS)
             if SCALED:
-                inverse = spread(inverses, column, i, W, BLOCK, N)
-                t = tl.where(inverse > 0, x * inverse, 0.0)
-                t = tl.minimum(tl.maximum(t, -MAX_CODE), MAX_CODE)
-            else:
-                t = x
+                x = x * spread(inverses, column, i, W, BLOCK, N)
             if ELEM == "fp32":
-                code = as_bits(x)
+                word = as_bits(x)
                 value = x
-            elif LOW > 0:
-                q = int_code(t, r, MAX_CODE, SR, BITS)
-                high = (q + (1 << (LOW - 1))) >> LOW
-                low = q - (high << LOW)
-                code = high + 8 if ELEM == "int4" else high
-                value = q.to(tl.float32)
-                low = low + 8 if LOW == 4 else low
-                low_word = low_word | ((low & LOW_MASK) << (LOW * (i % LOW_PER)))
-                if i % LOW_PER == LOW_PER - 1:
-                    at = row[:, None] * (LOW // 4 * W) + (i // LOW_PER) * W + column[None, :]
-                    tl.store(low_ptr + at, low_word, mask=mask)
-                    low_word = low_word * 0
-            elif ELEM == "int8" or ELEM == "int4":
-                code = int_code(t, r, MAX_CODE, SR, BITS)
-                value = code.to(tl.float32)
-                code = code + 8 if ELEM == "int4" else code
+            elif HALVES:
+                if i % 2 == 1:
+                    word = half_pair_stochastic(values[p * 8 + i - 1], x, words, p * 8 + i - 1)
+                    if BACK:
+                        back = back + half_values(word)
+            elif INTEGER:
+                bits = integer_bits(x, words, p * 8 + i, MAX_CODE, BIAS, SR, BITS)
+                word = word | (shift(bits, WIDTH * (i % PER) - LOW) & lane_mask(WIDTH, i % PER))
+                value = as_float(bits) - (12582912.0 + BIAS)
+                if LOW > 0:
+                    low_word = low_word | (
+                        shift(bits, LOW * (i % LOW_PER)) & lane_mask(LOW, i % LOW_PER)
+                    )
+                    if i % LOW_PER == LOW_PER - 1:
+                        at = row[:, None] * (LOW // 4 * W) + (i // LOW_PER) * W + column[None, :]
+                        store_if(low_ptr + at, low_word ^ FLIP_LOW, mask, FULL)
+                        low_word = zero
             else:
-                code = float_code(t, r, ELEM, "sr" if SR else "rn", BITS, not SCALED)
-                value = code_value(code, 0, ELEM, not SCALED)
-            if PER == 1:
-                word = code
-            else:
-                word = word | ((code & CODE_MASK) << ((32 // PER) * (i % PER)))
+                field = float_field(
+                    x, words, p * 8 + i, ELEM, "sr" if SR else "rn", BITS, not SCALED
+                )
+                word = place_float(word, x, field, i, ELEM)
+                if BACK:
+                    if PER == 1 or i % PER == PER - 1:
+                        for e in tl.static_range(PER):
+                            value = code_value(word, e, ELEM, not SCALED)
+                            if SCALED:
+                                value = value * spread(scales, column, i - PER + 1 + e, W, BLOCK, N)
+                            back = back + (value,)
             if i % PER == PER - 1:
                 at = row[:, None] * (8 // PER * W) + (i // PER) * W + column[None, :]
-                tl.store(code_ptr + at, word, mask=mask)
-                word = word * 0
-            if BACK:
+                store_if(code_ptr + at, word ^ FLIP, mask, FULL)
+                word = zero
+            if BACK and (INTEGER or ELEM == "fp32"):
                 if SCALED:
                     value = value * spread(scales, column, i, W, BLOCK, N)
                 back = back + (value,)
     return back
+
+
+@triton.constexpr_function
+def lane_mask(width, index):
+    """The places of field number ``index`` of an int32 word, as a signed number."""
+    mask = ((1 << width) - 1) << (width * index)
+    return mask - (1 << 32) if mask >> 31 else mask
 
 
 @triton.jit
@@ -543,7 +767,11 @@ def decode_tile(
     R: tl.constexpr,
     N: tl.constexpr,
 ):
-    """The checkpoint of a tile as sixteen fp32 [8, W] tensors; arguments as ``encode_tile``."""
+    """The checkpoint of a tile as sixteen fp32 [8, W] tensors; arguments as ``encode_tile``.
+
+    Masks count only where a tile may be cut (R % 16, or W not a power of two): all of a whole tile
+    is read.
+    """
     ELEM: tl.constexpr = FORMAT[0]
     LOW: tl.constexpr = FORMAT[1]
     GRAN: tl.constexpr = FORMAT[3]
@@ -552,7 +780,7 @@ def decode_tile(
     W: tl.constexpr = N // 8
     WORDS: tl.constexpr = element_bits_of(ELEM) // 4
     LOW_ELEM: tl.constexpr = "int4" if LOW == 4 else "int8"
-    SHIFT: tl.constexpr = 2.0**LOW
+    FULL: tl.constexpr = R % 16 == 0 and column.shape[0] == W
     tile = 0.0
     if GRAN == "block" and SCALE == "e4m3":
         tile = tl.load(tile_ptr + tl.min(pair, 0) // PAIRS)
@@ -561,19 +789,22 @@ def decode_tile(
         row = 2 * pair + p
         mask = row_ok[p][:, None] & column_ok[None, :]
         offs = row[:, None] * (WORDS * W) + column[None, :]
-        values = code_values(load_words(code_ptr, offs, mask, W, ELEM), ELEM, GRAN == "none")
+        words = load_words(code_ptr, offs, mask, W, ELEM, FULL)
         if LOW > 0:
             low_offs = row[:, None] * (LOW // 4 * W) + column[None, :]
-            lows = code_values(load_words(low_ptr, low_offs, mask, W, LOW_ELEM), LOW_ELEM, False)
+            lows = load_words(low_ptr, low_offs, mask, W, LOW_ELEM, FULL)
+            values = planar_values(words, lows, ELEM, LOW)
+        else:
+            values = code_values(words, ELEM, GRAN == "none")
         if GRAN != "none":
-            scales = load_scales(scale_ptr, tile, row, row_ok[p], GRAN, SCALE, BLOCK, N)
+            scales = load_scales(
+                scale_ptr, tile, row, row_ok[p], GRAN, SCALE, BLOCK, N, R % 16 == 0
+            )
         for i in tl.static_range(8):
             value = values[i]
-            if LOW > 0:
-                value = value * SHIFT + lows[i]
             if GRAN != "none":
                 value = value * spread(scales, column, i, W, BLOCK, N)
-            if R % 16 == 0 and column.shape[0] == W:
+            if FULL:
                 out = out + (value,)
             else:  # what lies beyond the rows or columns is zero
                 out = out + (tl.where(mask, value, 0.0),)

@@ -131,7 +131,7 @@ def _read_kernel(
         for i in tl.static_range(8):
             at = (i_b * H + i_h) * (R * N) + row[:, None] * N + i * (N // 8) + column[None, :]
             mask = (row < R)[:, None] & (column < N // 8)[None, :]
-            tl.store(state_ptr + at, values[p * 8 + i], mask=mask)
+            tl.store(state_ptr + at, tl.where(live, values[p * 8 + i], 0.0), mask=mask)
 
 
 def read_state(views: StateViews, config: StateConfig, slots: torch.Tensor) -> torch.Tensor:

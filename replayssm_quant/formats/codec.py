@@ -5,9 +5,10 @@ operation. Shapes: a state is [..., H, R, N] fp32 (H heads; R = head_dim, or V f
 or K for GDN), N is the contracted axis and scales run along it.
 
 Stochastic rounding adds u = (r + 0.5) / 2**bits to the scaled magnitude in units of the format's
-own ulp and takes the floor. The half-step offset centres the draw; without it long-memory states
-lose mass. Values are clamped before and after rounding: ``amax * (1 / (amax / 448))`` exceeds 448
-by one ulp for about a fifth of all rows, and a carry would reach the NaN code.
+own ulp and takes the floor; for integers it adds u - 0.5 and rounds to nearest, which is the same
+but where a sum hits an integer exactly. The half-step offset centres the draw; without it
+long-memory states lose mass. Values are clamped before and after rounding: ``amax * (1 / (amax /
+448))`` exceeds 448 by one ulp for about a fifth of all rows, and a carry would reach the NaN code.
 """
 
 from __future__ import annotations
@@ -42,18 +43,17 @@ class Encoded:
 # --- elements -------------------------------------------------------------------------------------
 
 
-def _floor_stochastic(t: torch.Tensor, rand: torch.Tensor, bits: int) -> torch.Tensor:
-    """floor(t + u), u = (rand + 0.5) / 2**bits, in fp32; ``t`` is in units of the format's step.
+def _round_stochastic(t: torch.Tensor, rand: torch.Tensor, bits: int) -> torch.Tensor:
+    """``t`` (in units of the format's step) to one of the two integers beside it, in fp32.
 
-    With 8 bits the sum is one fp32 addition: exact below every integer up to 2**15. With 16 bits a
-    ``t`` of 1024 or more (fp16, the 12-bit planar integers) leaves u too few places and would lift
+    With 8 bits one fp32 addition of (rand - 127.5) / 256 and a round to nearest. With 16 bits a
+    ``t`` of 1024 or more (the 12-bit planar integers) leaves the draw too few places and would lift
     even whole numbers; the fraction is then split off first.
     """
-    u = (rand.to(torch.float32) + 0.5) * 2.0**-bits
     if bits == 8:
-        return torch.floor(t + u)
+        return torch.round(t + (rand.to(torch.float32) - 127.5) * 2.0**-8)
     whole = torch.floor(t)
-    return whole + torch.floor((t - whole) + u)
+    return whole + torch.floor((t - whole) + (rand.to(torch.float32) + 0.5) * 2.0**-bits)
 
 
 def float_codes(
@@ -65,8 +65,9 @@ def float_codes(
 ) -> torch.Tensor:
     """Codes (int32, sign bit on top) of fp32 values in a float element of at most 16 bits.
 
-    Saturates at the largest finite value, keeps NaN where the element has one. ``rand`` None rounds
-    to nearest even, else stochastically; ``up`` rounds magnitudes up.
+    Saturates at the largest finite value, keeps NaN where the element has one (and, in fp16 rounded
+    by 8 bits, Inf). ``rand`` None rounds to nearest even, else stochastically; ``up`` rounds
+    magnitudes up.
     """
     m, emin = element.mantissa, element.emin
     drop = 23 - m
@@ -76,7 +77,13 @@ def float_codes(
     align = 2.0 ** (-126 - emin)
     if rand is not None:
         field = (mag * align).view(torch.int32)
-        if bits == 8:
+        if element.name == "fp16" and bits == 8:
+            # the draw is added in fp32, as one instruction of a kernel does
+            power = (mag.view(torch.int32) & 0x7F800000).clamp(min=113 << 23).view(torch.float32)
+            drawn = mag + (rand.to(torch.float32) + 0.5) * 2.0**-18 * power
+            field = (drawn.clamp(max=element.max) * align).view(torch.int32)
+            step = torch.zeros_like(rand)
+        elif bits == 8:
             step = (rand << (drop - 8)) + (1 << (drop - 9))
         elif drop >= 17:
             step = (rand << (drop - 16)) + (1 << (drop - 17))
@@ -92,6 +99,8 @@ def float_codes(
         steps = torch.ceil(steps) if up else torch.round(steps)
         code = ((exp - emin) << m) + torch.where(steps.isfinite(), steps, 0.0).to(torch.int32)
     code = code.clamp(max=element.max_magnitude_code)
+    if element.name == "fp16" and rand is not None and bits == 8:
+        code = torch.where(x.isinf(), 0x7C00, code)
     nan_code = {"fp16": 0x7E00, "bf16": 0x7FC0, "e4m3": 0x7F, "e5m2": 0x7F}.get(element.name)
     code = torch.where(x.isnan(), nan_code if nan_code is not None else 0, code)
     sign = (x.view(torch.int32) < 0).to(torch.int32) << (element.bits - 1)
@@ -119,7 +128,7 @@ def int_codes(
     t: torch.Tensor, max_code: float, rand: torch.Tensor | None = None, bits: int = 8
 ) -> torch.Tensor:
     """Signed integer codes (int32) of scaled values, clamped to +-max_code; NaN gives 0."""
-    q = torch.round(t) if rand is None else _floor_stochastic(t, rand, bits)
+    q = torch.round(t) if rand is None else _round_stochastic(t, rand, bits)
     return torch.nan_to_num(q.clamp(-max_code, max_code), nan=0.0).to(torch.int32)
 
 
@@ -230,11 +239,8 @@ def encode(
         else:
             amax = mag.amax(-1) if fmt.scale.granularity == "row" else mag.amax((-1, -2))
         scale, head, s = _encode_scale(amax, fmt)
-        inv = _expand(
-            torch.where(s > 0, 1.0 / s, torch.zeros_like(s)), fmt, n
-        )  # NaN compares false: codes 0
-        # a zero inverse times Inf would be NaN
-        t = torch.where(inv > 0, state * inv, 0.0).clamp(-fmt.max_code, fmt.max_code)
+        t = state * _expand(torch.where(s == 0, 0.0, 1.0 / s), fmt, n)
+        t = torch.where(t.isnan(), 0.0, t).clamp(-fmt.max_code, fmt.max_code)
     if fmt.kind == "float":
         element = ELEMENTS[fmt.element]
         code = float_codes(t, element, rand, bits)

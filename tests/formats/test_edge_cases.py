@@ -140,7 +140,7 @@ def test_poison_stays_within_its_slot_and_head(name: str, poison: float, draws: 
         assert rest.isfinite().all()
     elif poison != poison:
         assert out[1, 2, 4, 37].isnan() and int(out.isnan().sum()) == 1
-    elif name == "fp32":
+    elif name == "fp32" or (name == "fp16" and draws is not None):
         assert out[1, 2, 4, 37] == poison
     else:
         top = fmt.max_code
