@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,30 @@ def check_exercised(arm: Arm, used: Exercise, where: str) -> None:
         )
 
 
+@contextlib.contextmanager
+def repeated_heads() -> Iterator[None]:
+    """Attention with grouped heads as one with equal heads, for the length of the block.
+
+    torch's fused fp32 kernel takes no grouped heads, and its fallback keeps T x T scores: 32,768
+    tokens would need hundreds of gigabytes.
+    """
+    functional = torch.nn.functional
+    original = functional.scaled_dot_product_attention
+
+    def attend(q: Any, k: Any, v: Any, *args: Any, enable_gqa: bool = False, **kwargs: Any) -> Any:
+        if enable_gqa and q.dtype == torch.float32 and q.shape[1] != k.shape[1]:
+            groups = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+            enable_gqa = False
+        return original(q, k, v, *args, enable_gqa=enable_gqa, **kwargs)
+
+    functional.scaled_dot_product_attention = attend
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = original
+
+
 def measure_streams(
     loaded: LoadedModel,
     docs: Streams,
@@ -103,15 +128,16 @@ def measure_streams(
     for rows in _batches(len(docs), arm.batch_size or options.batch_size):
         ids = torch.from_numpy(docs.ids[rows]).to(loaded.model.device)
         stats: dict[int, dict[str, int]] = {}
-        logits = hf.score(
-            loaded.model,
-            ids,
-            config,
-            prefill=options.prefill,
-            path=options.path,
-            requests=docs.doc_hashes[rows],
-            stats=stats,
-        )
+        with repeated_heads():
+            logits = hf.score(
+                loaded.model,
+                ids,
+                config,
+                prefill=options.prefill,
+                path=options.path,
+                requests=docs.doc_hashes[rows],
+                stats=stats,
+            )
         add_counts(counts, stats)
         part = signals(logits, ids, rows.start, None if is_reference else reference)
         if is_reference:

@@ -46,6 +46,11 @@ class UnitStore:
     def _base(self, model: str, task: str, arm: str, seed: int) -> Path:
         return self.folder / "units" / _safe(model) / _safe(task) / f"{_safe(arm)}.s{seed}"
 
+    def path(self, model: str, task: str, arm: str, seed: int) -> Path:
+        """The file that exists once a unit is complete."""
+        base = self._base(model, task, arm, seed)
+        return base.with_name(base.name + ".json")
+
     def load(self, model: str, task: str, arm: str, seed: int, key: str) -> Unit | None:
         """The unit if it was measured with exactly these settings, else None.
 
