@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from importlib import metadata
@@ -50,12 +51,15 @@ def hardware(device: str) -> tuple[str, int]:
 
 
 def describe(device: str, threads: int | None = None) -> Environment:
-    """The record of this process; ``threads`` overrides what torch says (worker processes)."""
+    """The record of this process; ``threads`` overrides what torch says (worker processes).
+
+    ``REPLAYSSM_COMMIT`` names the commit where the sources lie outside git.
+    """
     status = _git("status", "--porcelain", "--untracked-files=no")
     name, found = hardware(device)
     return Environment(
         toolkit=replayssm_quant.__version__,
-        commit=_git("rev-parse", "HEAD"),
+        commit=os.environ.get("REPLAYSSM_COMMIT") or _git("rev-parse", "HEAD"),
         dirty=None if status is None else bool(status),
         python=platform.python_version(),
         packages=versions(),

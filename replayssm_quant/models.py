@@ -218,6 +218,8 @@ def load(
             )
     names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     wanted: Any = names.get(dtype, torch.float32 if device == "cpu" else "auto")
+    if device != "cpu" and dtype == "fp32":  # the convolutions too: decode computes them by hand
+        torch.backends.cudnn.allow_tf32 = False
     options: dict[str, Any] = {
         "local_files_only": True,
         "trust_remote_code": trust_remote_code,
