@@ -169,7 +169,7 @@ def main() -> None:
     import torch
     import torch.nn.functional as F
     from byte_tokenizer import build as build_tokenizer
-    from tiny_models import SIZES, build, shippable, use_fast_scans
+    from tiny_models import EOS, SIZES, build, shippable, use_fast_scans
 
     if args.name not in SIZES:
         parser.error(f"unknown model {args.name!r}; known: {', '.join(SIZES)}")
@@ -221,6 +221,8 @@ def main() -> None:
                         p.copy_(p.bfloat16())
         step_min = getattr(model.config, "time_step_min", None)
         shippable(model)
+        if MIXES[args.mix] is not MIX:  # a tally's answer ends at the filler that follows it
+            model.generation_config.eos_token_id = [EOS, *streams.FILL.tolist()]
         state = {
             k: v.bfloat16() if args.bf16 and v.ndim >= 2 else v.detach().clone()
             for k, v in model.state_dict().items()
