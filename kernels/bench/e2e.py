@@ -156,6 +156,33 @@ def cache_bytes(model: str, arm: Mapping[str, Any], batch: int, length: int) -> 
     return int((batch + 2) * pages * block * token)
 
 
+def write_tuned(folder: Path, gpu: str, results: Path = RESULTS) -> Path:
+    """A folder for VLLM_TUNED_CONFIG_FOLDER: launches of vLLM's native Mamba-2 kernel.
+
+    They are those that the kernel benchmark on this GPU found best at the nearest number of heads
+    times batch; without its result file there are none. vLLM brings none for this head size.
+    """
+    from .registry import OPS
+    from .run import gpu_slug
+
+    geometries = OPS["mamba2_decode"].geometries
+
+    folder.mkdir(exist_ok=True)
+    found = sorted(results.glob(f"mamba2_decode-{gpu_slug(gpu)}-*.json"))
+    tables: dict[str, dict[str, dict[str, int]]] = {}
+    for row in json.loads(found[-1].read_text()) if found else []:
+        native = re.fullmatch(r"vllm-native-fp(16|32)", row["design"])
+        if native and row.get("launch"):
+            rows = str(row["batch"] * geometries[row["geometry"]].heads)
+            launch = dict(zip(("BLOCK_SIZE_M", "num_warps"), row["launch"], strict=True))
+            tables.setdefault(f"float{native[1]}", {})[rows] = launch
+    shape = f"headdim={NANO_4B['mamba_head_dim']},dstate={NANO_4B['ssm_state_size']}"
+    for dtype, table in tables.items():
+        name = f"{shape},device_name={re.sub(r'[ /]+', '_', gpu)},cache_dtype={dtype}.json"
+        (folder / name).write_text(json.dumps(table))
+    return folder
+
+
 def measure(llm: Any, batch: int, tokens: int, vocab: int) -> dict[str, Any]:
     """Times of the engine steps in which all requests of a batch got a token."""
     from vllm import SamplingParams
@@ -282,7 +309,7 @@ def max_length(args: argparse.Namespace) -> int:
 class Engine:
     """A child process and what it has said."""
 
-    def __init__(self, name: str, folder: Path, args: argparse.Namespace):
+    def __init__(self, name: str, folder: Path, args: argparse.Namespace, tuned: Path):
         model = folder / args.model
         model.mkdir(exist_ok=True)
         config = COMMON | MODELS[args.model]
@@ -292,6 +319,7 @@ class Engine:
         self.engine = engine_arguments(model, arm, args)
         job = {"engine": self.engine, "vocab": config["vocab_size"], "out": str(self.out)}
         env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        env.setdefault("VLLM_TUNED_CONFIG_FOLDER", str(tuned))
         if "runner" in arm:
             env["VLLM_USE_V2_MODEL_RUNNER"] = "0" if arm["runner"] == "v1" else "1"
         if "plugins" in arm:
@@ -386,14 +414,17 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Arms in waves, each point through all engines of a wave; rows are written as they come."""
     from .run import provenance
 
-    origin = {k: v for k, v in provenance().items() if k not in ("gpu", "torch", "vllm")}
+    origin = provenance()
+    gpu = origin["gpu"]
+    origin = {k: v for k, v in origin.items() if k not in ("gpu", "torch", "vllm")}
     done: list[dict[str, Any]] = []
     end = time.perf_counter() + args.seconds
     with tempfile.TemporaryDirectory() as name:
         folder = Path(args.logs) if args.logs else Path(name)
         folder.mkdir(parents=True, exist_ok=True)
+        tuned = write_tuned(folder / "tuned", gpu)
         for i in range(0, len(args.arms), args.parallel):
-            wave = [Engine(a, folder, args) for a in args.arms[i : i + args.parallel]]
+            wave = [Engine(a, folder, args, tuned) for a in args.arms[i : i + args.parallel]]
             try:
                 for engine in wave:
                     engine.wait_ready(end)
@@ -436,7 +467,9 @@ if every request of the batch got a token in it, so prefills do not. *x fp32* an
 by the step of plain vLLM with an fp32 state and of vLLM's own `--use-replayssm` in the same run,
 under the same model runner where that was measured, else marked `*`. *state* is what one request
 keeps in its recurrent layers, convolution and ring included. *room* is vLLM's own "Maximum
-concurrency" of requests as long as those measured, scaled to a cache of {budget} GiB.
+concurrency" of requests as long as those measured, scaled to a cache of {budget} GiB. vLLM's native
+Mamba-2 kernel runs with the launches that the kernel benchmark found best, since vLLM has none for
+this head size; its prefill kernels may have been left untuned, which no number here shows.
 
 """
 TARGETS = (

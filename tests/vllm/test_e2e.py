@@ -94,6 +94,24 @@ def test_the_cache_fits_the_batch_as_vllm_counts(arm: str, room: float) -> None:
     assert need / 2**30 == pytest.approx(30, rel=0.005)
 
 
+def test_the_native_kernel_gets_the_launches_of_the_kernel_benchmark(tmp_path: Path) -> None:
+    rows = [
+        {"design": "vllm-native-fp32", "geometry": "super", "batch": 8, "launch": [8, 4]},
+        {"design": "vllm-native-fp32", "geometry": "super", "batch": 256, "launch": [8, 1]},
+        {"design": "vllm-replay-fp32", "geometry": "super", "batch": 8, "launch": [32, 1, 64]},
+        {"design": "P4+8-sr-rot", "geometry": "super", "batch": 8},
+    ]
+    (tmp_path / "mamba2_decode-h200-2026-01-01.json").write_text("[]")
+    (tmp_path / "mamba2_decode-h200-2026-01-02.json").write_text(json.dumps(rows))
+    (path,) = e2e.write_tuned(tmp_path / "tuned", "NVIDIA H200", tmp_path).iterdir()
+    assert path.name == "headdim=80,dstate=128,device_name=NVIDIA_H200,cache_dtype=float32.json"
+    assert json.loads(path.read_text()) == {  # 128 heads
+        "1024": {"BLOCK_SIZE_M": 8, "num_warps": 4},
+        "32768": {"BLOCK_SIZE_M": 8, "num_warps": 1},
+    }
+    assert not list(e2e.write_tuned(tmp_path / "none", "NVIDIA B200", tmp_path).iterdir())
+
+
 def test_suffixes_choose_the_runner_and_leave_the_plugin_out() -> None:
     assert e2e.arm_of("P4+8-v1")["runner"] == "v1"
     assert e2e.arm_of("fp32-bare") == e2e.ARMS["fp32"] | {"plugins": "none"}
