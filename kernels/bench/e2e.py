@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._paths import drop_checkout
+from ...backends.vllm.page import request_bytes
 from ...config import StateConfig
 from ...state.geometry import LayerGeometry, read_geometry
 from .report import _number, _order, _table, _write
@@ -137,23 +138,15 @@ def state_bytes(model: str, arm: Mapping[str, Any]) -> int:
 
 
 def cache_bytes(model: str, arm: Mapping[str, Any], batch: int, length: int) -> int:
-    """Bytes of vLLM's cache in which ``batch`` requests of ``length`` tokens find room.
-
-    vLLM gives a recurrent layer and a block of an attention layer pages of one size, and makes
-    groups of as many layers as there are attention layers.
-    """
+    """Bytes of vLLM's cache in which ``batch`` requests of ``length`` tokens find room."""
     config, geometry = MODELS[model], read_geometry(MODELS[model])
+    layers = geometry.layers.values()
+    attention = geometry.total_layers - len(layers)
+    if "hybrid_override_pattern" in config:
+        attention = str(config["hybrid_override_pattern"]).count("*")
     token = 4 * config["num_key_value_heads"] * config["head_dim"]  # type: ignore[operator]
-    page = max(page_bytes(g, arm) for g in geometry.layers.values())
-    block = 16 * math.ceil(page / token / 16)
-    attention = (
-        str(config["hybrid_override_pattern"]).count("*")
-        if "hybrid_override_pattern" in config
-        else geometry.total_layers - len(geometry.layers)
-    )
-    pages = math.ceil(len(geometry.layers) / attention) * attention
-    pages += attention * math.ceil(length / block)
-    return int((batch + 2) * pages * block * token)
+    page = max(page_bytes(g, arm) for g in layers)
+    return (batch + 2) * request_bytes(page, len(layers), attention, token, length)
 
 
 def write_tuned(folder: Path, gpu: str, results: Path = RESULTS) -> Path:

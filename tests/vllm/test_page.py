@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from replayssm_quant.backends.vllm.page import StatePage
+from replayssm_quant.backends.vllm.page import StatePage, request_bytes, start_line
 from replayssm_quant.config import StateConfig
 from replayssm_quant.state.budget import budget
 from replayssm_quant.state.geometry import LayerGeometry, ModelGeometry
@@ -70,3 +70,35 @@ def test_a_page_off_the_alignment_is_refused() -> None:
 def test_an_unknown_activation_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match="float64"):
         page(ODD, CONFIGS[0], torch.float64)
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "tokens", "room"),
+    [(3990528, 2048, 223.78), (1880960, 2048, 385.18), (2863360, 2048, 310.22)],
+)
+def test_room_is_what_vllm_reported(page_bytes: int, tokens: int, room: float) -> None:
+    # vLLM 0.33's "Maximum concurrency" in 30 GiB: Nano-4B, 21 Mamba-2 and 4 attention layers of
+    # 8 heads x 128 in bf16, with an fp32 state, with P4+8 and with fp16 + nvfp4
+    found = 30 * 2**30 / request_bytes(page_bytes, 21, 4, 2 * 2 * 8 * 128, tokens)
+    assert found == pytest.approx(room, rel=0.003)
+
+
+def test_groups_of_nearly_equal_size_are_padded_to_the_larger() -> None:
+    # 5 recurrent and 4 attention layers: one group of 5 each
+    assert request_bytes(16 * 64, 5, 4, 64, 16) == 5 * 2 * 16 * 64
+    # 6 and 4: groups of 4, two of them recurrent
+    assert request_bytes(16 * 64, 6, 4, 64, 16) == 4 * 3 * 16 * 64
+    assert request_bytes(1000, 3, 0, 0, 10**6) == 3000  # no attention: any length
+
+
+def test_the_start_line_says_what_is_stored_and_what_to_expect() -> None:
+    pages = [(MIB, 2 * MIB), (MIB, 2 * MIB)]
+    line = start_line("recipe auto", ["P4+8 SR rot"], 16, pages, [1024, 1024], 1024)
+    assert line == (
+        "replayssm_quant: recipe auto, state P4+8 SR rot, L = 16, 2 layers, 2.00 MiB a request on "
+        "this rank against 4.00 MiB with an FP32 state (2.00x); a request of 1,024 tokens takes "
+        "about 4.0 MiB of cache against 8.0 MiB, so expect 2.00x the concurrency"
+    )

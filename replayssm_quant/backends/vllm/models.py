@@ -17,6 +17,7 @@ from . import gdn, mamba2  # noqa: F401  (registers the layers)
 from .checks import ARCHITECTURES
 from .layer import SplitLayer
 from .options import parse
+from .page import start_line
 
 logger = init_logger("vllm.replayssm_quant")
 
@@ -28,22 +29,31 @@ def _split_layers(vllm_config: Any) -> list[SplitLayer]:
     return [layer for layer in layers if layer.page is not None]
 
 
+def _attention_layers(vllm_config: Any) -> list[int]:
+    """Bytes of one token in each attention layer of this rank."""
+    found = []
+    for layer in vllm_config.compilation_config.static_forward_context.values():
+        heads, size = getattr(layer, "num_kv_heads", None), getattr(layer, "head_size", None)
+        dtype = getattr(layer, "kv_cache_torch_dtype", None)
+        if heads and size and dtype is not None:
+            found.append(heads * (size + getattr(layer, "head_size_v", size)) * dtype.itemsize)
+    return found
+
+
 def _announce(vllm_config: Any, layers: list[SplitLayer]) -> None:
     options = parse(vllm_config.additional_config)
     assert options is not None
-    formats = sorted({layer.config.label for layer in layers})
-    ours = sum(layer.page.nbytes for layer in layers)
-    stock = sum(layer.page.stock_bytes for layer in layers)
+    pages = [layer.page for layer in layers]
     logger.info(
-        "replayssm_quant: %s, state %s, L = %d, %d layers, %.2f MiB a request on this rank "
-        "against %.2f MiB with an FP32 state (%.2fx)",
-        options.label,
-        "; ".join(formats),
-        layers[0].config.buffer_len,
-        len(layers),
-        ours / 2**20,
-        stock / 2**20,
-        stock / ours,
+        "%s",
+        start_line(
+            options.label,
+            sorted({layer.config.label for layer in layers}),
+            layers[0].config.buffer_len,
+            [(page.nbytes, page.stock_bytes) for page in pages],
+            _attention_layers(vllm_config),
+            vllm_config.model_config.max_model_len,
+        ),
     )
 
 

@@ -7,7 +7,7 @@ run begins with the padding that puts its first field on 128 bytes.
 
 from __future__ import annotations
 
-from math import prod
+from math import ceil, prod
 
 import torch
 
@@ -16,6 +16,26 @@ from ...state.geometry import LayerGeometry
 from ...state.layout import ALIGN, StateLayout, StateViews, fp32_bytes
 
 RING_STORAGE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+BLOCK = 16
+"""Tokens that an attention block is a multiple of on a GPU."""
+
+
+def request_bytes(page: int, recurrent: int, attention: int, token: int, tokens: int) -> int:
+    """Bytes that vLLM's cache gives a request of ``tokens`` tokens.
+
+    page: bytes of the largest recurrent page. recurrent, attention: numbers of layers. token: bytes
+    of one token in one attention layer. vLLM has pages of one size, so it grows the attention
+    block to the recurrent page, and it hands out blocks for groups of equally many layers.
+    """
+    if not attention:
+        return page * recurrent
+    few, many = sorted((recurrent, attention))
+    group = many if many < 1.5 * few else few
+    block = BLOCK * ceil(page / token / BLOCK)
+    blocks = ceil(recurrent / group) + ceil(attention / group) * ceil(tokens / block)
+    return group * blocks * block * token
 
 
 class StatePage:
@@ -71,3 +91,30 @@ class StatePage:
                 "--block-size"
             )
         return self.layout.views(pages)
+
+
+def start_line(
+    label: str,
+    formats: list[str],
+    buffer_len: int,
+    pages: list[tuple[int, int]],
+    attention: list[int],
+    tokens: int,
+) -> str:
+    """What is logged once the model stands.
+
+    pages: bytes of each recurrent layer's slot, split and with an FP32 state. attention: bytes of a
+    token in each attention layer. tokens: the longest request.
+    """
+    ours, stock = (sum(x) for x in zip(*pages, strict=True))
+    cache = [
+        request_bytes(max(x), len(pages), len(attention), max(attention, default=0), tokens)
+        for x in zip(*pages, strict=True)
+    ]
+    return (
+        f"replayssm_quant: {label}, state {'; '.join(formats)}, L = {buffer_len}, {len(pages)} "
+        f"layers, {ours / 2**20:.2f} MiB a request on this rank against {stock / 2**20:.2f} MiB "
+        f"with an FP32 state ({stock / ours:.2f}x); a request of {tokens:,} tokens takes about "
+        f"{cache[0] / 2**20:.1f} MiB of cache against {cache[1] / 2**20:.1f} MiB, so expect "
+        f"{cache[1] / cache[0]:.2f}x the concurrency"
+    )
