@@ -223,6 +223,7 @@ def main() -> None:
         shippable(model)
         if MIXES[args.mix] is not MIX:  # a tally's answer ends at the filler that follows it
             model.generation_config.eos_token_id = [EOS, *streams.FILL.tolist()]
+            model.generation_config._from_model_config = False
         state = {
             k: v.bfloat16() if args.bf16 and v.ndim >= 2 else v.detach().clone()
             for k, v in model.state_dict().items()
