@@ -17,15 +17,19 @@ import torch
 from .config import StateConfig
 from .formats.rotation import rotate
 from .kernels.gdn import reference as gdn_reference
+from .kernels.gdn import verify_reference as gdn_verify_reference
 from .kernels.mamba2 import reference as mamba2_reference
-from .state.cache import StepRows, write_state
+from .kernels.mamba2 import verify_reference as mamba2_verify_reference
+from .state.cache import StepRows, VerifyRows, write_state
 from .state.layout import StateViews
 
 IMPLS = ("reference", "triton")
 
 
-def _triton(family: str, tensor: torch.Tensor, impl: str | None) -> ModuleType | None:
-    """The family's Triton module (``kernels/<family>/triton_ops.py``), or None."""
+def _triton(
+    family: str, tensor: torch.Tensor, impl: str | None, name: str = "triton_ops"
+) -> ModuleType | None:
+    """The family's Triton module (``kernels/<family>/<name>.py``), or None."""
     if impl not in (None, *IMPLS):
         raise ValueError(f"unknown impl '{impl}'; use reference, triton or None (pick by device)")
     if impl == "reference" or (impl is None and not tensor.is_cuda):
@@ -34,7 +38,7 @@ def _triton(family: str, tensor: torch.Tensor, impl: str | None) -> ModuleType |
         if impl == "triton":
             raise ValueError("impl 'triton' needs the triton package: install the kernels extra")
         return None
-    return importlib.import_module(f".kernels.{family}.triton_ops", __package__)
+    return importlib.import_module(f".kernels.{family}.{name}", __package__)
 
 
 def mamba2_decode(
@@ -123,6 +127,55 @@ def gdn_decode(
         layer=layer,
         head_offset=head_offset,
     )
+
+
+def mamba2_verify(
+    views: StateViews,
+    config: StateConfig,
+    rows: VerifyRows,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    *,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    layer: int = 0,
+    head_offset: int = 0,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """T Mamba-2 tokens a row; see ``kernels.mamba2.verify_reference.verify_step``."""
+    module = _triton("mamba2", x, impl, "verify")
+    step = mamba2_verify_reference.verify_step if module is None else module.verify_step
+    options = {"D": D, "z": z, "dt_bias": dt_bias, "dt_softplus": dt_softplus}
+    where = {"layer": layer, "head_offset": head_offset}
+    return step(views, config, rows, x, dt, A, B, C, **options, **where)
+
+
+def gdn_verify(
+    views: StateViews,
+    config: StateConfig,
+    rows: VerifyRows,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    scale: float | None = None,
+    l2norm: bool = True,
+    layer: int = 0,
+    head_offset: int = 0,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """T Gated DeltaNet tokens a row; see ``kernels.gdn.verify_reference.verify_step``."""
+    module = _triton("gdn", v, impl, "verify")
+    step = gdn_verify_reference.verify_step if module is None else module.verify_step
+    where = {"layer": layer, "head_offset": head_offset}
+    return step(views, config, rows, q, k, v, g, beta, scale=scale, l2norm=l2norm, **where)
 
 
 def gdn_load(

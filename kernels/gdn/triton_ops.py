@@ -18,6 +18,7 @@ from ...config import StateConfig
 from ...formats.rotation import block_of, signs, unrotate
 from ...state.cache import StepRows
 from ...state.layout import StateViews
+from ..common.check import capacities
 from ..common.store import check_state_size, launch_warps, plane_arguments, rounding_sizes
 from .decode import readout_kernel
 from .flush import flush_kernel, load_kernel
@@ -89,7 +90,7 @@ def _check_layer(views: StateViews, config: StateConfig, rows: StepRows) -> None
     if views.ring_k is None or views.ring_v is None or views.ring_g is None:
         raise ValueError("these views belong to a Mamba-2 layer; use mamba2_decode")
     check_state_size(views.ring_v.shape[3], views.ring_k.shape[3])
-    if views.ring_k.shape[1] != config.buffer_len:
+    if views.ring_k.shape[1] not in capacities(config.buffer_len):
         raise ValueError(
             f"the ring holds {views.ring_k.shape[1]} tokens but buffer_len is {config.buffer_len}; "
             "build the pool and the step from one StateConfig"

@@ -1,0 +1,254 @@
+"""Product of the rows of an output copy with the T vectors of a verify step.
+
+y[r, t] = sum_n O[r, n] c[n, t] on matrix units, the codes read once for all T. Codes become fp16
+operands, which hold every one of them exactly (wider copies become tf32 ones); scales are applied
+to the sums in fp32. c comes scaled to a largest magnitude of one for each t and rounded to fp16:
+within 3e-4 of the exact product, far below the error of the codes. fp32 copies and c take three
+tf32 products, within 1e-6.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ...state.cache import VerifyRows
+from .planes import PTX, code_values, e4m3_scale, e8m0_scale, element_bits_of, load_words
+
+TOKENS = tl.constexpr(8)
+"""Columns of a product: T padded."""
+
+
+@triton.constexpr_function
+def operand_of(output):
+    """Type of both operands of a format's product: "fp16", "tf32" or "tf32x3"."""
+    return {"fp32": "tf32x3", "bf16": "tf32"}.get(output[0], "fp16")
+
+
+@triton.constexpr_function
+def by_planes(n, output):
+    """True if a plane of a row (n / 8 codes) is an inner size of its own, in one block each."""
+    w, gran, block = n // 8, output[3], output[4]
+    return w >= 16 and w & (w - 1) == 0 and (gran != "block" or block % w == 0)
+
+
+@triton.constexpr_function
+def ends_block(i, n, block):
+    """True if plane i is the last of its scale block (or of the row)."""
+    w = n // 8
+    return i == 7 or (block > 0 and (i * w) // block != ((i + 1) * w) // block)
+
+
+@triton.jit
+def window_dot(a, b):
+    """a [M, K] of the ring's dtype times fp32 b [K, N], as exact as fp32."""
+    if PTX and a.dtype == tl.bfloat16:
+        high = b.to(tl.bfloat16)
+        rest = b - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        out = tl.dot(a, low)
+        out = tl.dot(a, middle, out)
+        return tl.dot(a, high, out)
+    else:
+        return tl.dot(a.to(tl.float32), b, input_precision="tf32x3")
+
+
+@triton.jit
+def _operand(x, KIND: tl.constexpr):
+    return x.to(tl.float16) if KIND == "fp16" else x.to(tl.float32)
+
+
+@triton.jit
+def _product(a, b, acc, KIND: tl.constexpr):
+    if KIND == "fp16":
+        return tl.dot(a, b, acc)
+    else:
+        return tl.dot(a, b, acc, input_precision=KIND)
+
+
+@triton.jit
+def _block_scale(scale_ptr, index, row_ok, SCALE: tl.constexpr):
+    """fp32 scales at ``index``; of e4m3 without the tile's."""
+    stored = tl.load(scale_ptr + index, mask=row_ok, other=0)
+    if SCALE == "e4m3":
+        return e4m3_scale(stored.to(tl.int32))
+    elif SCALE == "e8m0":
+        return e8m0_scale(stored.to(tl.int32))
+    else:
+        return stored.to(tl.float32)
+
+
+@triton.jit
+def copy_words(
+    code_ptr, row, row_ok, N: tl.constexpr, OUTPUT: tl.constexpr
+):  # fmt: skip
+    """The codes of rows as ``copy_product`` takes them: loaded early, used late."""
+    W: tl.constexpr = N // 8
+    ELEM: tl.constexpr = OUTPUT[0]
+    WORDS: tl.constexpr = element_bits_of(ELEM) // 4
+    if by_planes(N, OUTPUT):
+        column = tl.arange(0, W)
+        at = row[:, None] * (WORDS * W) + column[None, :]
+        return load_words(code_ptr, at, row_ok[:, None] & (column < W)[None, :], W, ELEM)
+    else:
+        return ()
+
+
+@triton.jit
+def copy_product(
+    words, code_ptr, scale_ptr, tile_ptr, c_ptr, row, row_ok,
+    N: tl.constexpr, NP: tl.constexpr, OUTPUT: tl.constexpr,
+):  # fmt: skip
+    """sum_n O[row, n] c[n, t] as fp32 [rows, TOKENS].
+
+    Pointers are at the head: codes int32, scales as stored, tile fp32; ``row`` counts within it.
+    words from ``copy_words``. c [N, TOKENS] in the operand's type, n in natural order.
+    """
+    ELEM: tl.constexpr = OUTPUT[0]
+    GRAN: tl.constexpr = OUTPUT[3]
+    BLOCK: tl.constexpr = OUTPUT[4]
+    SCALE: tl.constexpr = OUTPUT[5]
+    KIND: tl.constexpr = operand_of(OUTPUT)
+    W: tl.constexpr = N // 8
+    BITS: tl.constexpr = element_bits_of(ELEM)
+    SHIFT: tl.constexpr = 2.0 ** OUTPUT[1]
+    t = tl.arange(0, TOKENS)
+    total = tl.zeros([row.shape[0], TOKENS], tl.float32)
+    if by_planes(N, OUTPUT):
+        column = tl.arange(0, W)
+        values = code_values(words, ELEM, GRAN == "none")
+        acc = total
+        for i in tl.static_range(8):
+            c = tl.load(c_ptr + (i * W + column)[:, None] * TOKENS + t[None, :])
+            acc = _product(_operand(values[i], KIND), c, acc, KIND)
+            if GRAN == "block":
+                if ends_block(i, N, BLOCK):
+                    at = row * (N // BLOCK) + i * W // BLOCK
+                    total += acc * _block_scale(scale_ptr, at, row_ok, SCALE)[:, None]
+                    acc = tl.zeros([row.shape[0], TOKENS], tl.float32)
+            else:
+                total = acc
+    else:  # element by element, for state sizes whose planes are too narrow for a product
+        PER: tl.constexpr = 32 // BITS
+        n = tl.arange(0, NP)
+        plane = n // W
+        word = plane // PER * W + n % W
+        mask = row_ok[:, None] & (n < N)[None, :]
+        at = row[:, None] * (BITS // 4 * W) + word[None, :]
+        stored = tl.load(code_ptr + at, mask=mask, other=0)
+        stored = stored >> ((plane % PER) * BITS)[None, :]
+        value = code_values((stored,) * 8, ELEM, GRAN == "none")[0]
+        c = tl.load(c_ptr + n[:, None] * TOKENS + t[None, :], mask=(n < N)[:, None], other=0.0)
+        if GRAN == "block":
+            at = row[:, None] * (N // BLOCK) + (n // BLOCK)[None, :]
+            value = value * _block_scale(scale_ptr, at, mask, SCALE)
+            value = tl.where(mask, value, 0.0)
+            total = _product(value, c.to(tl.float32), total, "tf32x3")
+        else:
+            value = tl.where(mask, value, 0.0)
+            total = _product(_operand(value, KIND), c, total, KIND)
+    if GRAN == "block" and SCALE == "e4m3":
+        total *= tl.load(tile_ptr + row // 16, mask=row_ok, other=0.0)[:, None]
+    elif GRAN == "row":
+        total *= tl.load(scale_ptr + row, mask=row_ok, other=0.0).to(tl.float32)[:, None]
+    return total * SHIFT
+
+
+@triton.jit
+def store_vectors(c_ptr, x, ok, KIND: tl.constexpr, N: tl.constexpr, NP: tl.constexpr):
+    """Vectors x [TOKENS, NP] (zero beyond N) as ``copy_product`` reads them; returns max |x| [T].
+
+    A vector is divided by that, if it is above zero; ok: store at all.
+    """
+    top = tl.max(tl.abs(x), 1)
+    # NaN and Inf stay in their own column
+    scale = tl.where(top > 0, top, 1.0)
+    t, n = tl.arange(0, TOKENS), tl.arange(0, NP)
+    x = x / scale[:, None]
+    at = c_ptr + n[None, :] * TOKENS + t[:, None]
+    value = x.to(tl.float16) if KIND == "fp16" else x
+    tl.store(at, value, mask=(n < N)[None, :] & ok)
+    return top
+
+
+@triton.jit
+def sees(entry, base, count, ancestors_ptr, TREE: tl.constexpr):
+    """Which ring entries [LP] each token of the step sees [LP, TOKENS], and the paths [T, T].
+
+    ancestors_ptr int32 [T] of the row if TREE; paths[s, t]: token s is on the path of token t.
+    """
+    t = tl.arange(0, TOKENS)
+    if TREE:
+        path = tl.load(ancestors_ptr + t, mask=t < count, other=0)
+    else:
+        path = (2 << t) - 1
+    path = tl.where(t < count, path, 0)
+    new = entry - base
+    own = (new >= 0) & (new < count)
+    bit = (path[None, :] >> tl.where(own, new, 0)[:, None]) & 1
+    # a token beyond the count sees nothing
+    seen = ((entry < base)[:, None] | (own[:, None] & (bit != 0))) & (t < count)[None, :]
+    paths = ((path[None, :] >> t[:, None]) & 1) != 0
+    return seen, paths
+
+
+@triton.jit
+def seen_dot(inputs, now, weight, seen):
+    """sum over entries of inputs [M, LP] times weight [LP, TOKENS]; of what is unseen, nothing.
+
+    now [M, TOKENS]: the inputs of the step's tokens once more. A draft may be Inf or NaN: that must
+    reach the tokens that see it and no others, although a product takes every entry. (A committed
+    input is seen by all.)
+    """
+    fresh = now.to(tl.float32)
+    if tl.max(tl.max(((fresh - fresh) != 0).to(tl.int32), 1), 0) != 0:
+        wide = inputs.to(tl.float32)
+        bad = (wide - wide) != 0
+        y = window_dot(tl.where(bad, 0.0, inputs).to(inputs.dtype), weight)
+        hit = tl.dot(bad.to(tl.float16), seen.to(tl.float16))
+        y = tl.where(hit > 0, float("nan"), y)
+    else:
+        y = window_dot(inputs, weight)
+    return y
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Rows of a block (a power of two; a head's at most) and warps of a verify program."""
+
+    rows: int = 128
+    warps: int = 2
+
+
+def operand_dtype(kind: str) -> torch.dtype:
+    """Storage of the vectors of a product (``operand_of``)."""
+    return torch.float16 if kind == "fp16" else torch.float32
+
+
+def row_strided(name: str, t: torch.Tensor) -> torch.Tensor:
+    """``t`` [b, T, ...] if what belongs to a token is contiguous, else a contiguous copy."""
+    if not t.is_floating_point():
+        raise TypeError(f"{name} is {t.dtype}; it must be a floating-point tensor")
+    return t if t[:1, :1].is_contiguous() else t.contiguous()
+
+
+def check_devices(
+    device: torch.device, rows: VerifyRows, tensors: dict[str, torch.Tensor | None], width: int
+) -> None:
+    """Raise unless all is on one device, the rows' vectors are contiguous and T is not too wide."""
+    if width > TOKENS.value:
+        raise ValueError(f"{width} tokens a row; a verify step takes at most {TOKENS.value}")
+    vectors = {f"rows.{n}": getattr(rows, n) for n in rows.__dataclass_fields__}
+    for name, t in {**vectors, **tensors}.items():
+        if t is not None and t.device != device:
+            raise ValueError(f"{name} is on {t.device}, the state on {device}; move it there")
+    for name, t in vectors.items():
+        if t is not None and not t.is_contiguous():
+            raise ValueError(f"{name} has strides {t.stride()}; it must be contiguous")
+    tree = rows.ancestors
+    if tree is not None and (tree.dtype != torch.int32 or tree.shape[1:] != (width,)):
+        raise ValueError(f"rows.ancestors is {tree.dtype} {tuple(tree.shape)}; need int32 [b, T]")

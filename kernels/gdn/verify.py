@@ -1,0 +1,380 @@
+"""GDN verification of draft tokens on Triton. Reference: ``verify_reference.verify_step``.
+
+A step is the fold of committed inputs for the rows that are due (``flush``), then
+``verify_prepare_kernel`` (a program a row and key head: norms, gates, the append, and the walk that
+pushes the queries of all tokens back through what they see) and ``verify_kernel`` (a program a row
+and value head: the copy read once for all tokens). Nothing waits for the device; every result
+depends on its row alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ...config import StateConfig
+from ...state.cache import VerifyRows
+from ...state.layout import StateViews
+from ..common.activation import softplus
+from ..common.store import check_state_size, plane_arguments
+from ..common.verify import (
+    TOKENS,
+    LaunchConfig,
+    check_devices,
+    copy_product,
+    copy_words,
+    operand_dtype,
+    operand_of,
+    row_strided,
+    seen_dot,
+    sees,
+    store_vectors,
+)
+from .prepare import rotate_rows
+from .reference import NORM_EPS
+from .triton_ops import _ring_arguments, _rotation_signs, _sizes, decode_packed, decode_step
+from .verify_reference import check_verify
+
+
+@triton.jit
+def row_of(x, t, i):
+    """Row i of x [TOKENS, M] as [1, M]."""
+    return tl.sum(tl.where((t == i)[:, None], x, 0.0), 0, keep_dims=True)
+
+
+@triton.jit
+def verify_prepare_kernel(
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr,  # [b, T, ...], contiguous within a token
+    A_log_ptr, dt_bias_ptr, sign_ptr,  # [HV], [HV], fp32 [K]
+    ring_k_ptr, ring_v_ptr, ring_g_ptr, ring_beta_ptr, ring_rk_ptr,
+    slot_ptr, valid_ptr, flush_ptr, count_ptr, ancestors_ptr,  # [b]; ancestors [b, T]
+    c_ptr, top_ptr, w_ptr,  # operand [b, HV, K, T], fp32 [b, HV, T], fp32 [b, HV, LP, T]
+    q_stride, q_token, k_stride, k_token, v_stride, v_token,
+    g_stride, g_token, beta_stride, beta_token,
+    ring_k_stride, ring_v_stride, ring_g_stride, ring_beta_stride, ring_rk_stride,
+    scale, width,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    KP: tl.constexpr, VP: tl.constexpr, LP: tl.constexpr, GW: tl.constexpr,
+    RAW_GATES: tl.constexpr, NEGATIVE: tl.constexpr, L2NORM: tl.constexpr, EPS: tl.constexpr,
+    ROTATE: tl.constexpr, TREE: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    i_k, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slot_ptr + i_b).to(tl.int64)
+    count = tl.load(count_ptr + i_b)
+    if (slot < 0) | (count <= 0):
+        return
+    base = tl.where(tl.load(flush_ptr + i_b).to(tl.int32) != 0, 0, tl.load(valid_ptr + i_b))
+    t, n = tl.arange(0, TOKENS), tl.arange(0, KP)
+    n_ok, t_ok = (n < K)[None, :], t < count
+    _, paths = sees(t, 0, count, ancestors_ptr + i_b * width, TREE)
+    ok = t_ok[:, None] & n_ok
+    q = q_ptr + i_b * q_stride + t[:, None] * q_token + i_k * K + n[None, :]
+    q = tl.load(q, mask=ok, other=0.0).to(tl.float32)
+    k = k_ptr + i_b * k_stride + t[:, None] * k_token + i_k * K + n[None, :]
+    k = tl.load(k, mask=ok, other=0.0).to(ring_k_ptr.dtype.element_ty)
+    ring_k = ring_k_ptr + slot * ring_k_stride + i_k * K
+    ring_rk = ring_rk_ptr + slot * ring_rk_stride + i_k
+    tl.store(ring_k + (base + t)[:, None] * (HK * K) + n[None, :], k, mask=ok)
+    k = k.to(tl.float32)
+    if L2NORM:
+        rk = tl.rsqrt(tl.sum(k * k, 1) + EPS)
+        k = k * rk[:, None]
+        q = q * tl.rsqrt(tl.sum(q * q, 1) + EPS)[:, None]
+    else:
+        rk = tl.full([TOKENS], 1.0, tl.float32)
+    q = q * scale
+    tl.store(ring_rk + (base + t) * HK, rk, mask=t_ok)
+    PER: tl.constexpr = HV // HK
+    for h in range(PER):
+        head = i_k * PER + h
+        m, m_ok = tl.arange(0, VP), tl.arange(0, VP) < V
+        v = v_ptr + i_b * v_stride + t[:, None] * v_token + head * V + m[None, :]
+        v = tl.load(v, mask=t_ok[:, None] & m_ok[None, :], other=0.0)
+        ring_v = ring_v_ptr + slot * ring_v_stride + (base + t)[:, None] * (HV * V) + head * V
+        v = v.to(ring_v_ptr.dtype.element_ty)
+        tl.store(ring_v + m[None, :], v, mask=t_ok[:, None] & m_ok[None, :])
+        beta = tl.load(beta_ptr + i_b * beta_stride + t * beta_token + head, mask=t_ok, other=0.0)
+        beta = beta.to(tl.float32)
+        gate = n[None, :] % GW
+        g_ok = ok if GW > 1 else t_ok[:, None]
+        if GW == 1:
+            gate = tl.zeros([1, 1], tl.int32)
+        g = g_ptr + i_b * g_stride + t[:, None] * g_token + head * GW + gate
+        g = tl.load(g, mask=g_ok, other=0.0).to(tl.float32)
+        if RAW_GATES:
+            bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+            g = -tl.exp(tl.load(A_log_ptr + head).to(tl.float32)) * softplus(g + bias)
+            beta = 1.0 / (1.0 + tl.exp(-beta))
+            if NEGATIVE:
+                beta = beta * 2.0
+        ring_g = ring_g_ptr + slot * ring_g_stride + head * GW + gate
+        ring_beta = ring_beta_ptr + slot * ring_beta_stride + head
+        tl.store(ring_g + (base + t)[:, None] * (HV * GW), g, mask=g_ok)
+        tl.store(ring_beta + (base + t) * HV, beta, mask=t_ok)
+
+        # the walk, newest entry first: the tokens of the step, then the committed inputs
+        row = i_b * HV + head
+        weight = w_ptr + row * (LP * TOKENS) + t
+        r = q
+        for back in range(count):
+            j = count - 1 - back
+            on = tl.max(tl.where((t == j)[:, None] & paths, 1, 0), 0) != 0
+            k_j = row_of(k, t, j)
+            beta_j = tl.sum(tl.where(t == j, beta, 0.0), 0)
+            w = tl.where(on, beta_j * tl.sum(r * k_j, 1), 0.0)
+            tl.store(weight + (base + j) * TOKENS, w)
+            r = tl.where(on[:, None], tl.exp(row_of(g, t, j)) * (r - w[:, None] * k_j), r)
+        k_next = tl.load(ring_k + (base - 1) * (HK * K) + n, mask=(n < K) & (base > 0), other=0.0)
+        rk_next = tl.load(ring_rk + (base - 1) * HK, mask=base > 0, other=0.0)
+        beta_next = tl.load(ring_beta + (base - 1) * HV, mask=base > 0, other=0.0)
+        g_ok = (n < K)[None, :] & (base > 0) if GW > 1 else tl.full([1, 1], 1, tl.int1) & (base > 0)
+        g_next = tl.load(ring_g + (base - 1) * (HV * GW), mask=g_ok, other=0.0)
+        for back in range(base):
+            j = base - 1 - back
+            k_j = (k_next.to(tl.float32) * rk_next)[None, :]
+            g_j, beta_j = g_next, beta_next
+            i = j - 1  # the next entry is on its way meanwhile
+            k_next = tl.load(ring_k + i * (HK * K) + n, mask=(n < K) & (i >= 0), other=0.0)
+            rk_next = tl.load(ring_rk + i * HK, mask=i >= 0, other=0.0)
+            beta_next = tl.load(ring_beta + i * HV, mask=i >= 0, other=0.0)
+            g_next = tl.load(ring_g + i * (HV * GW), mask=g_ok & (i >= 0), other=0.0)
+            w = beta_j * tl.sum(r * k_j, 1)
+            tl.store(weight + j * TOKENS, w)
+            r = tl.exp(g_j) * (r - w[:, None] * k_j)
+        if ROTATE:
+            r = rotate_rows(r, sign_ptr, TOKENS, K, KP)
+        top = store_vectors(c_ptr + row * (K * TOKENS), r, True, KIND, K, KP)
+        tl.store(top_ptr + row * TOKENS + t, top)
+
+
+@triton.jit
+def verify_kernel(
+    c_ptr, top_ptr, w_ptr,  # see verify_prepare_kernel
+    ring_v_ptr, slot_ptr, valid_ptr, flush_ptr, count_ptr, ancestors_ptr, y_ptr,
+    copy_ptr, copy_scale_ptr, copy_tile_ptr,
+    ring_v_stride, y_stride, y_token, copy_stride, copy_scale_stride, copy_tile_stride, width,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, LP: tl.constexpr,
+    ROWS: tl.constexpr, COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr,
+    TILES: tl.constexpr, OUTPUT: tl.constexpr, TREE: tl.constexpr,
+):  # fmt: skip
+    """A block of ROWS rows of a value head of one row; padding gets zeros."""
+    i_v, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    slot = tl.load(slot_ptr + i_b).to(tl.int64)
+    count = tl.load(count_ptr + i_b)
+    t = tl.arange(0, TOKENS)
+    row = i_v * ROWS + tl.arange(0, ROWS)
+    ok = row < V
+    y = y_ptr + i_b * y_stride + i_h * V + row[:, None] + t[None, :] * y_token
+    out_ok = ok[:, None] & (t < width)[None, :]
+    if (slot < 0) | (count <= 0):
+        tl.store(y, tl.zeros([ROWS, TOKENS], y_ptr.dtype.element_ty), mask=out_ok)
+        return
+    base = tl.where(tl.load(flush_ptr + i_b).to(tl.int32) != 0, 0, tl.load(valid_ptr + i_b))
+    copy = copy_ptr + slot * copy_stride + i_h * COPY_HEAD
+    words = copy_words(copy, row, ok, K, OUTPUT)
+    entry = tl.arange(0, LP)
+    inside = entry < base + count
+    ring_v = ring_v_ptr + slot * ring_v_stride + i_h * V + row[:, None]
+    v = ring_v + entry[None, :] * (HV * V)
+    v = tl.load(v, mask=ok[:, None] & inside[None, :], other=0.0)
+    now = ring_v + (base + t)[None, :] * (HV * V)
+    now = tl.load(now, mask=ok[:, None] & (t < count)[None, :], other=0.0)
+    head = i_b * HV + i_h
+    w = w_ptr + head * (LP * TOKENS) + entry[:, None] * TOKENS + t[None, :]
+    w = tl.load(w, mask=inside[:, None], other=0.0)
+    seen, _ = sees(entry, base, count, ancestors_ptr + i_b * width, TREE)
+    read = copy_product(
+        words, copy, copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD,
+        copy_tile_ptr + slot * copy_tile_stride + i_h * TILES,
+        c_ptr + head * (K * TOKENS), row, ok, K, KP, OUTPUT,
+    )  # fmt: skip
+    out = read * tl.load(top_ptr + head * TOKENS + t)[None, :] + seen_dot(v, now, w, seen)
+    out = tl.where((t < count)[None, :], out, 0.0)
+    tl.store(y, out.to(y_ptr.dtype.element_ty), mask=out_ok)
+
+
+LAUNCH = LaunchConfig(rows=64, warps=1)
+
+
+def fold_committed(
+    views: StateViews,
+    config: StateConfig,
+    rows: VerifyRows,
+    *,
+    layer: int = 0,
+    head_offset: int = 0,
+) -> None:
+    """Fold the committed inputs of the rows that flush, with a token that changes nothing.
+
+    Its g and beta are 0; y of it goes nowhere.
+    """
+    size = _sizes(views)
+    assert views.ring_v is not None and views.ring_g is not None
+    ring, batch = views.ring_v, rows.slots.shape[0]
+
+    def zeros(*shape: int, dtype: torch.dtype = ring.dtype) -> torch.Tensor:
+        return ring.new_zeros(1, *shape, dtype=dtype).expand(batch, *(-1,) * len(shape))
+
+    k, v = zeros(size["HK"], size["K"]), zeros(size["HV"], size["V"])
+    g = zeros(*views.ring_g.shape[2:], dtype=torch.float32)
+    beta = zeros(size["HV"], dtype=torch.float32)
+    decode_step(
+        views, config, rows.folding(), k, k, v, g, beta, layer=layer, head_offset=head_offset
+    )
+
+
+def _run(
+    views: StateViews,
+    config: StateConfig,
+    rows: VerifyRows,
+    inputs: tuple[torch.Tensor, ...],
+    weights: tuple[torch.Tensor, torch.Tensor] | None,
+    scale: float | None,
+    l2norm: bool,
+    negative: bool,
+    out: torch.Tensor | None,
+    launch: LaunchConfig | None,
+) -> torch.Tensor:
+    """A step of T > 1 tokens, after the fold; g and beta are raw projections with ``weights``."""
+    names = ("q", "k", "v", "g", "beta")
+    q, k, v, g, beta = (row_strided(name, t) for name, t in zip(names, inputs, strict=True))
+    assert views.ring_g is not None and views.ring_v is not None
+    size, device = _sizes(views), views.ckpt.device
+    batch, width = q.shape[:2]
+    y = torch.empty(v.shape, dtype=v.dtype, device=device) if out is None else out
+    if out is not None and (out.shape != v.shape or not out[:1, :1].is_contiguous()):
+        raise ValueError(f"out has shape {tuple(out.shape)}; the step writes {tuple(v.shape)}")
+    if batch == 0:
+        return y
+    hk, hv, n, values, length = size.values()
+    check_state_size(values, n)
+    padded, lp = max(16, triton.next_power_of_2(n)), max(16, triton.next_power_of_2(length))
+    planes, sizes = plane_arguments(views, config)
+    kind = operand_of(sizes["OUTPUT"])
+    c = torch.empty(batch, hv, n, TOKENS.value, dtype=operand_dtype(kind), device=device)
+    top = torch.empty(batch, hv, TOKENS.value, device=device)
+    w = torch.empty(batch, hv, lp, TOKENS.value, device=device)
+    A_log, dt_bias = (top, top) if weights is None else weights
+    common = {
+        "slot_ptr": rows.slots, "valid_ptr": rows.valid, "flush_ptr": rows.flush,
+        "count_ptr": rows.count,
+        "ancestors_ptr": rows.count if rows.ancestors is None else rows.ancestors,
+        "c_ptr": c, "top_ptr": top, "w_ptr": w, "width": width,
+        "HV": hv, "K": n, "V": values, "KP": padded, "LP": lp, "TREE": rows.ancestors is not None,
+    }  # fmt: skip
+    steps = {
+        f"{name}_{of}": stride
+        for name, x in zip(names, (q, k, v, g, beta), strict=True)
+        for of, stride in (("stride", x.stride(0)), ("token", x.stride(1)))
+    }
+    verify_prepare_kernel[(hk, batch)](
+        q, k, v, g, beta, A_log, dt_bias, _rotation_signs(n, device) if config.rotate else top,
+        scale=n**-0.5 if scale is None else float(scale),
+        HK=hk, VP=triton.next_power_of_2(values), GW=views.ring_g.shape[3],
+        RAW_GATES=weights is not None, NEGATIVE=negative, L2NORM=l2norm, EPS=NORM_EPS,
+        ROTATE=config.rotate, KIND=kind, num_warps=1, num_stages=1,
+        **common, **steps, **_ring_arguments(views),
+    )  # fmt: skip
+    chosen = launch or LAUNCH
+    block = max(16, min(chosen.rows, triton.next_power_of_2(values)))
+    copies = ("copy", "copy_scale", "copy_tile")
+    copy = {name + end: planes[name + end] for name in copies for end in ("_ptr", "_stride")}
+    verify_kernel[(triton.cdiv(values, block), hv, batch)](
+        y_ptr=y, ring_v_ptr=views.ring_v, ring_v_stride=views.ring_v.stride(0),
+        y_stride=y.stride(0), y_token=y.stride(1), ROWS=block,
+        num_warps=chosen.warps, num_stages=1, **common, **copy,
+        **{s: sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES", "OUTPUT")},
+    )  # fmt: skip
+    return y
+
+
+def verify_step(
+    views: StateViews,
+    config: StateConfig,
+    rows: VerifyRows,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    scale: float | None = None,
+    l2norm: bool = True,
+    layer: int = 0,
+    head_offset: int = 0,
+    out: torch.Tensor | None = None,
+    launch: LaunchConfig | None = None,
+) -> torch.Tensor:
+    """Up to T tokens for each row, as ``verify_reference.verify_step``; inputs may be strided.
+
+    ``out`` takes y if given ([b, T, HV, V]; what belongs to a token contiguous). Raises TypeError
+    or ValueError before any launch.
+    """
+    check_verify(views, rows, q, k, v, g, beta)
+    named = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "out": out}
+    check_devices(views.ckpt.device, rows, named, q.shape[1])
+    where = {"layer": layer, "head_offset": head_offset}
+    if q.shape[0]:
+        fold_committed(views, config, rows, **where)
+    if q.shape[1] == 1 and q.shape[0]:
+        y = torch.empty_like(v) if out is None else out
+        one = tuple(t[:, 0] for t in (q, k, v, g, beta))
+        options = {"scale": scale, "l2norm": l2norm, "out": y[:, 0]}
+        decode_step(views, config, rows.plain(), *one, **options, **where)
+        return y
+    inputs = (q, k, v, g, beta)
+    return _run(views, config, rows, inputs, None, scale, l2norm, False, out, launch)
+
+
+def verify_packed(
+    views: StateViews,
+    config: StateConfig,
+    rows: VerifyRows,
+    mixed_qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    *,
+    scale: float | None = None,
+    l2norm: bool = True,
+    allow_neg_eigval: bool = False,
+    layer: int = 0,
+    head_offset: int = 0,
+    out: torch.Tensor | None = None,
+    launch: LaunchConfig | None = None,
+) -> torch.Tensor:
+    """The same from what the layer's convolution and projections leave, as ``decode_packed``.
+
+    mixed_qkv [b, T, 2 HK K + HV V], raw gates a, b [b, T, HV], A_log, dt_bias [HV].
+    """
+    size = _sizes(views)
+    hk, hv, n, values = (size[s] for s in ("HK", "HV", "K", "V"))
+    packed = 2 * hk * n + hv * values
+    if mixed_qkv.ndim != 3 or mixed_qkv.shape[2] != packed:
+        raise ValueError(f"mixed_qkv has shape {tuple(mixed_qkv.shape)}; the last must be {packed}")
+    if A_log.shape != (hv,) or dt_bias.shape != (hv,):
+        raise ValueError(f"A_log {tuple(A_log.shape)}, dt_bias {tuple(dt_bias.shape)}: need {hv}")
+    assert views.ring_g is not None
+    if views.ring_g.shape[3] != 1:
+        raise ValueError("a gate for each key channel has no packed form; use verify_step")
+    q, k, v = mixed_qkv.split((hk * n, hk * n, hv * values), 2)
+    q, k, v = q.unflatten(2, (hk, n)), k.unflatten(2, (hk, n)), v.unflatten(2, (hv, values))
+    check_verify(views, rows, q, k, v, a, b)
+    named = {"mixed_qkv": mixed_qkv, "a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias}
+    check_devices(views.ckpt.device, rows, {**named, "out": out}, q.shape[1])
+    where = {"layer": layer, "head_offset": head_offset}
+    if q.shape[0]:
+        fold_committed(views, config, rows, **where)
+    if q.shape[1] == 1 and q.shape[0]:
+        y = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
+        decode_packed(
+            views, config, rows.plain(), mixed_qkv[:, 0], a[:, 0], b[:, 0], A_log, dt_bias,
+            scale=scale, l2norm=l2norm, allow_neg_eigval=allow_neg_eigval, out=y[:, 0], **where,
+        )  # fmt: skip
+        return y
+    weights = (A_log.contiguous(), dt_bias.contiguous())
+    return _run(
+        views, config, rows, (q, k, v, a, b), weights, scale, l2norm, allow_neg_eigval, out, launch
+    )

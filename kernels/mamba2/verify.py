@@ -1,0 +1,304 @@
+"""Mamba-2 verification of draft tokens on Triton. Reference: ``verify_reference.verify_step``.
+
+A step is the fold of committed inputs for the rows that are due (``flush``), then
+``verify_prepare_kernel`` (a program a row and group: B . C of all pairs, the queries for the copy,
+B into the ring) and ``verify_kernel`` (a program a row and head: the copy read once for all tokens,
+x and dt into the ring). Nothing waits for the device; every result depends on its row alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ...config import StateConfig
+from ...formats.rotation import block_of, signs
+from ...state.cache import VerifyRows
+from ...state.layout import StateViews
+from ..common.activation import softplus
+from ..common.planes import PTX
+from ..common.store import plane_arguments
+from ..common.verify import (
+    TOKENS,
+    LaunchConfig,
+    check_devices,
+    copy_product,
+    copy_words,
+    operand_dtype,
+    operand_of,
+    row_strided,
+    seen_dot,
+    sees,
+    store_vectors,
+)
+from ..gdn.prepare import rotate_rows
+from .triton_ops import decode_step
+from .verify_reference import check_verify
+
+
+@triton.jit
+def verify_prepare_kernel(
+    B_ptr, C_ptr, sign_ptr, ring_B_ptr,
+    slot_ptr, valid_ptr, flush_ptr, count_ptr,
+    dots_ptr, c_ptr, top_ptr,  # fp32 [b, G, LP, T], operand [b, G, N, T], fp32 [b, G, T]
+    B_stride, B_token, C_stride, C_token, ring_B_stride,
+    G: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, LP: tl.constexpr,
+    ROTATE: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """NATIVE: B and C are of one 16-bit type, whose products are exact in fp32."""
+    i_g, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slot_ptr + i_b).to(tl.int64)
+    count = tl.load(count_ptr + i_b)
+    if (slot < 0) | (count <= 0):
+        return
+    base = tl.where(tl.load(flush_ptr + i_b).to(tl.int32) != 0, 0, tl.load(valid_ptr + i_b))
+    entry, n, t = tl.arange(0, LP), tl.arange(0, NP), tl.arange(0, TOKENS)
+    new = entry - base
+    own = (new >= 0) & (new < count)
+    n_ok = (n < N)[None, :]
+    ring = ring_B_ptr + slot * ring_B_stride + i_g * N + entry[:, None] * (G * N) + n[None, :]
+    past = tl.load(ring, mask=(entry < base)[:, None] & n_ok, other=0.0)
+    B = tl.load(
+        B_ptr + i_b * B_stride + new[:, None] * B_token + i_g * N + n[None, :],
+        mask=own[:, None] & n_ok,
+        other=0.0,
+    ).to(ring_B_ptr.dtype.element_ty)
+    tl.store(ring, B, mask=own[:, None] & n_ok)
+    B = tl.where(own[:, None], B, past)
+    C = tl.load(
+        C_ptr + i_b * C_stride + t[:, None] * C_token + i_g * N + n[None, :],
+        mask=(t < count)[:, None] & n_ok,
+        other=0.0,
+    )
+    if NATIVE:
+        dots = tl.dot(B, tl.trans(C))
+    else:
+        dots = tl.dot(B.to(tl.float32), tl.trans(C.to(tl.float32)), input_precision="tf32x3")
+    row = i_b * G + i_g
+    tl.store(dots_ptr + row * (LP * TOKENS) + entry[:, None] * TOKENS + t[None, :], dots)
+    C = C.to(tl.float32)
+    if ROTATE:
+        C = rotate_rows(C, sign_ptr, TOKENS, N, NP)
+    top = store_vectors(c_ptr + row * (N * TOKENS), C, True, KIND, N, NP)
+    tl.store(top_ptr + row * TOKENS + t, top)
+
+
+@triton.jit
+def verify_kernel(
+    # inputs [b, T, ...]: a stride from row to row and one from token to token, the rest contiguous
+    x_ptr, dt_ptr, z_ptr, y_ptr,
+    A_ptr, D_ptr, bias_ptr,  # [H], [H] or [H, P], [H]
+    slot_ptr, valid_ptr, flush_ptr, count_ptr, ancestors_ptr,  # [b]; ancestors [b, T]
+    ring_x_ptr, ring_dt_ptr,
+    copy_ptr, copy_scale_ptr, copy_tile_ptr,
+    dots_ptr, c_ptr, top_ptr,  # see verify_prepare_kernel
+    x_stride, x_token, dt_stride, dt_token, z_stride, z_token, y_stride, y_token,
+    ring_x_stride, ring_dt_stride, copy_stride, copy_scale_stride, copy_tile_stride, width,
+    H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
+    NP: tl.constexpr, LP: tl.constexpr, ROWS: tl.constexpr,
+    COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
+    OUTPUT: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    D_ROWS: tl.constexpr, HAS_Z: tl.constexpr, TREE: tl.constexpr,
+):  # fmt: skip
+    """One head of one row, in blocks of ROWS rows; D_ROWS: D is absent (0), [H] (1), [H, P] (2)."""
+    i_h, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slot_ptr + i_b).to(tl.int64)
+    count = tl.load(count_ptr + i_b)
+    t = tl.arange(0, TOKENS)
+    row = tl.arange(0, ROWS)
+    y = y_ptr + i_b * y_stride + i_h * R + row[:, None] + t[None, :] * y_token
+    if (slot < 0) | (count <= 0):
+        for start in range(0, R, ROWS):
+            mask = (start + row < R)[:, None] & (t < width)[None, :]
+            tl.store(y + start, tl.zeros([ROWS, TOKENS], y_ptr.dtype.element_ty), mask=mask)
+        return
+    base = tl.where(tl.load(flush_ptr + i_b).to(tl.int32) != 0, 0, tl.load(valid_ptr + i_b))
+    copy = copy_ptr + slot * copy_stride + i_h * COPY_HEAD
+    scale = copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD
+    tile = copy_tile_ptr + slot * copy_tile_stride + i_h * TILES
+    words = copy_words(copy, row, row < R, N, OUTPUT)  # under way while the weights are made
+
+    entry = tl.arange(0, LP)
+    new = entry - base
+    own = (new >= 0) & (new < count)
+    seen, paths = sees(entry, base, count, ancestors_ptr + i_b * width, TREE)
+    rate = tl.load(A_ptr + i_h).to(tl.float32)
+    dt_in = dt_ptr + i_b * dt_stride + i_h
+    fresh = tl.load(dt_in + t * dt_token, mask=t < count, other=0.0).to(tl.float32)
+    again = tl.load(dt_in + new * dt_token, mask=own, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + i_h).to(tl.float32)
+        fresh += bias
+        again += bias
+    if SOFTPLUS:
+        fresh = softplus(fresh)
+        again = softplus(again)
+    ring_dt = ring_dt_ptr + slot * ring_dt_stride + i_h
+    dt = tl.load(ring_dt + entry * H, mask=entry < base, other=0.0)
+    dt = tl.where(own, again, dt)
+    tl.store(ring_dt + (base + t) * H, fresh, mask=t < count)
+    # log decays in fp64: differences of long sums lose nothing
+    past = tl.where(entry < base, (dt * rate).to(tl.float64), 0.0)
+    total = tl.sum(past, 0)
+    along = tl.where(paths, (fresh * rate).to(tl.float64)[:, None], 0.0)
+    path = total + tl.sum(along, 0)  # up to and with each token
+    of_own = tl.sum(tl.where(new[:, None] == t[None, :], path[None, :], 0.0), 1)
+    until = tl.where(own, of_own, tl.cumsum(past, 0))
+    gap = tl.where(seen, path[None, :] - until[:, None], 0.0).to(tl.float32)
+    group = i_b * G + i_h // (H // G)
+    dots = tl.load(dots_ptr + group * (LP * TOKENS) + entry[:, None] * TOKENS + t[None, :])
+    weight = tl.where(seen, tl.exp(gap) * dt[:, None] * dots, 0.0)
+    factor = tl.exp(path.to(tl.float32)) * tl.load(top_ptr + group * TOKENS + t)
+
+    for start in range(0, R, ROWS):
+        at = start + row
+        ok = at < R
+        if start > 0:
+            words = copy_words(copy, at, ok, N, OUTPUT)
+        ring_x = ring_x_ptr + slot * ring_x_stride + i_h * R + at[:, None]
+        x_in = x_ptr + i_b * x_stride + i_h * R + at[:, None]
+        x = tl.load(
+            ring_x + entry[None, :] * (H * R), mask=ok[:, None] & (entry < base)[None, :], other=0.0
+        )
+        x_new = tl.load(
+            x_in + new[None, :] * x_token, mask=ok[:, None] & own[None, :], other=0.0
+        ).to(ring_x_ptr.dtype.element_ty)
+        x = tl.where(own[None, :], x_new, x)
+        now_ok = ok[:, None] & (t < count)[None, :]
+        now = tl.load(x_in + t[None, :] * x_token, mask=now_ok, other=0.0)
+        now = now.to(ring_x_ptr.dtype.element_ty)
+        tl.store(ring_x + (base + t)[None, :] * (H * R), now, mask=now_ok)
+        read = copy_product(
+            words, copy, scale, tile, c_ptr + group * (N * TOKENS), at, ok, N, NP, OUTPUT
+        )
+        out = read * factor[None, :] + seen_dot(x, now, weight, seen)
+        if D_ROWS == 1:
+            out += tl.load(D_ptr + i_h).to(tl.float32) * now.to(tl.float32)
+        elif D_ROWS == 2:
+            skip = tl.load(D_ptr + i_h * R + at, mask=ok, other=0.0).to(tl.float32)
+            out += skip[:, None] * now.to(tl.float32)
+        if HAS_Z:
+            z = z_ptr + i_b * z_stride + i_h * R + at[:, None] + t[None, :] * z_token
+            z = tl.load(z, mask=now_ok, other=0.0).to(tl.float32)
+            out *= z / (1.0 + tl.exp(-z))
+        out = tl.where((t < count)[None, :], out, 0.0)
+        tl.store(y + start, out.to(y_ptr.dtype.element_ty), mask=ok[:, None] & (t < width)[None, :])
+
+
+LAUNCH = LaunchConfig()
+
+
+def fold_committed(
+    views: StateViews,
+    config: StateConfig,
+    rows: VerifyRows,
+    A: torch.Tensor,
+    *,
+    layer: int = 0,
+    head_offset: int = 0,
+) -> None:
+    """Fold the committed inputs of the rows that flush, with a token that adds nothing.
+
+    dt is 0 for it, so it neither decays nor writes; y of it goes nowhere.
+    """
+    assert views.ring_x is not None and views.ring_B is not None
+    ring, batch = views.ring_x, rows.slots.shape[0]
+    x = ring.new_zeros(1, *ring.shape[2:]).expand(batch, -1, -1)
+    B = ring.new_zeros(1, *views.ring_B.shape[2:]).expand(batch, -1, -1)
+    dt = ring.new_zeros(1, ring.shape[2], dtype=torch.float32).expand(batch, -1)
+    decode_step(views, config, rows.folding(), x, dt, A, B, B, layer=layer, head_offset=head_offset)
+
+
+def verify_step(
+    views: StateViews,
+    config: StateConfig,
+    rows: VerifyRows,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    *,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    layer: int = 0,
+    head_offset: int = 0,
+    out: torch.Tensor | None = None,
+    launch: LaunchConfig | None = None,
+) -> torch.Tensor:
+    """Up to T tokens for each row, as ``verify_reference.verify_step``; inputs may be strided.
+
+    ``out`` takes y if given ([b, T, H, P]; what belongs to a token contiguous). Raises TypeError or
+    ValueError before any launch.
+    """
+    check_verify(views, rows, x, dt, A, B, C)
+    device, where = views.ckpt.device, {"layer": layer, "head_offset": head_offset}
+    named = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
+    batch, width, heads, p = x.shape
+    check_devices(device, rows, {**named, "out": out}, width)
+    if z is not None and z.shape != x.shape:
+        raise ValueError(f"z has shape {tuple(z.shape)}; it must be {tuple(x.shape)} as x")
+    if out is not None and (out.shape != x.shape or not out[:1, :1].is_contiguous()):
+        raise ValueError(f"out has shape {tuple(out.shape)}; the step writes {tuple(x.shape)}")
+    y = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    if batch == 0:
+        return y
+    fold_committed(views, config, rows, A, **where)
+    if width == 1:
+        gate = None if z is None else z[:, 0]
+        decode_step(
+            views, config, rows.plain(), x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D=D, z=gate,
+            dt_bias=dt_bias, dt_softplus=dt_softplus, out=y[:, 0], **where,
+        )  # fmt: skip
+        return y
+    x, dt, B, C = (row_strided(name, named[name]) for name in ("x", "dt", "B", "C"))  # type: ignore[arg-type]
+    z = None if z is None else row_strided("z", z)
+    A, D, dt_bias = (None if t is None else t.contiguous() for t in (A, D, dt_bias))
+    assert views.ring_x is not None and views.ring_dt is not None and views.ring_B is not None
+    groups, n = B.shape[2:]
+    padded, lp = triton.next_power_of_2(n), max(16, triton.next_power_of_2(views.ring_x.shape[1]))
+    planes, sizes = plane_arguments(views, config)
+    kind = operand_of(sizes["OUTPUT"])
+    per_group = (batch, groups)
+    dots = torch.empty(*per_group, lp, TOKENS.value, device=device)
+    c = torch.empty(*per_group, n, TOKENS.value, dtype=operand_dtype(kind), device=device)
+    top = torch.empty(*per_group, TOKENS.value, device=device)
+    rows_of = {
+        "slot_ptr": rows.slots, "valid_ptr": rows.valid, "flush_ptr": rows.flush,
+        "count_ptr": rows.count,
+    }  # fmt: skip
+    made = {"dots_ptr": dots, "c_ptr": c, "top_ptr": top}
+    # the signs with their 1 / sqrt(block)
+    turn = (signs(n) * block_of(n) ** -0.5).to(device) if config.rotate else top
+    verify_prepare_kernel[(groups, batch)](
+        B, C, turn, views.ring_B, **rows_of, **made,
+        B_stride=B.stride(0), B_token=B.stride(1), C_stride=C.stride(0), C_token=C.stride(1),
+        ring_B_stride=views.ring_B.stride(0),
+        G=groups, N=n, NP=max(16, padded), LP=lp, ROTATE=config.rotate, KIND=kind,
+        NATIVE=PTX.value and C.dtype == views.ring_B.dtype and C.dtype.itemsize == 2,
+        num_warps=1,
+    )  # fmt: skip
+    chosen = launch or LAUNCH
+    block = max(16, min(chosen.rows, triton.next_power_of_2(p)))
+    names = ("copy", "copy_scale", "copy_tile")
+    copy = {name + end: planes[name + end] for name in names for end in ("_ptr", "_stride")}
+    verify_kernel[(heads, batch)](
+        x, dt, x if z is None else z, y, A, A if D is None else D,
+        A if dt_bias is None else dt_bias,
+        **rows_of, **made, **copy,
+        ancestors_ptr=rows.count if rows.ancestors is None else rows.ancestors,
+        ring_x_ptr=views.ring_x, ring_dt_ptr=views.ring_dt,
+        x_stride=x.stride(0), x_token=x.stride(1), dt_stride=dt.stride(0), dt_token=dt.stride(1),
+        z_stride=0 if z is None else z.stride(0), z_token=0 if z is None else z.stride(1),
+        y_stride=y.stride(0), y_token=y.stride(1),
+        ring_x_stride=views.ring_x.stride(0), ring_dt_stride=views.ring_dt.stride(0), width=width,
+        H=heads, G=groups, R=p, N=n, NP=max(16, padded), LP=lp, ROWS=block,
+        **{s: sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES", "OUTPUT")},
+        SOFTPLUS=dt_softplus, HAS_BIAS=dt_bias is not None, D_ROWS=0 if D is None else D.ndim,
+        HAS_Z=z is not None, TREE=rows.ancestors is not None,
+        num_warps=chosen.warps, num_stages=1,
+    )  # fmt: skip
+    return y

@@ -1,0 +1,395 @@
+"""The verify kernels against the float64 references over the same bytes, step by step."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from replayssm_quant import ops  # noqa: E402
+from replayssm_quant.config import StateConfig  # noqa: E402
+from replayssm_quant.kernels.gdn import verify_reference as gdn_exact  # noqa: E402
+from replayssm_quant.kernels.mamba2 import verify_reference as mamba2_exact  # noqa: E402
+from replayssm_quant.state.cache import (  # noqa: E402
+    PAD_SLOT,
+    StatePool,
+    VerifyRows,
+    read_checkpoint,
+    tree_ancestors,
+)
+from replayssm_quant.state.geometry import LayerGeometry  # noqa: E402
+
+RING = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+@dataclass
+class Layer:
+    """A layer whose rows verify drafts: a pool with NaN in every ring entry nobody wrote."""
+
+    geometry: LayerGeometry
+    config: StateConfig
+    device: torch.device
+    batch: int = 3
+    drafts: int = 3
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    accepted: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.gen = torch.Generator().manual_seed(self.seed)
+        self.rng = random.Random(self.seed)
+        self.pool = StatePool(
+            {0: self.geometry}, self.config, self.batch + 1, ring_storage=RING[self.dtype],
+            device=self.device, drafts=self.drafts,
+        )  # fmt: skip
+        b, g = self.batch, self.geometry
+        slots = torch.randperm(b + 1, generator=self.gen)[:b].to(self.device)
+        keys = torch.arange(b, device=self.device) * 7919 + 5
+        self.pool.start(slots, keys, torch.full((b,), 9, device=self.device))
+        state = torch.randn(b, g.heads, g.rows, g.n, generator=self.gen)
+        self.pool.write(0, slots, state.to(self.device))
+        for name, view in self.pool.views[0].tensors().items():
+            if name.startswith("ring"):
+                view.fill_(float("nan"))
+        self.slots = slots
+        self.accepted = torch.zeros(b, dtype=torch.int32, device=self.device)
+        self.weights = {
+            "A": -torch.exp(torch.randn(g.heads, generator=self.gen) - 2).to(self.device),
+            "D": torch.randn(g.heads, generator=self.gen).to(self.device),
+            "dt_bias": torch.randn(g.heads, generator=self.gen).to(self.device) - 2,
+        }
+
+    def inputs(self, count: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:
+        """Inputs of a step, NaN beyond ``count``."""
+        g, b = self.geometry, self.batch
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(b, width, *shape, generator=self.gen).to(self.device, self.dtype)
+
+        def gates() -> torch.Tensor:
+            return torch.rand(b, width, g.heads, generator=self.gen).to(self.device)
+
+        if g.kind == "mamba2":
+            x, z, dt = normal(g.heads, g.rows), normal(g.heads, g.rows), normal(g.heads)
+            out = (x, dt, normal(g.groups, g.n), normal(g.groups, g.n), z)
+        else:
+            qk = (normal(g.groups, g.n), normal(g.groups, g.n) + 0.3)
+            out = (*qk, normal(g.heads, g.rows), -0.2 * gates(), gates())
+        beyond = torch.arange(width, device=self.device) >= count[:, None]
+        for t in out:
+            t[beyond] = float("nan")
+        return out
+
+    def call(self, views, rows: VerifyRows, inputs, exact: bool, impl: str = "triton"):
+        """y of the step on ``views``, by the float64 reference if ``exact``."""
+        config = self.config
+        if exact:
+            inputs = tuple(t.double() if t.dtype == self.dtype else t for t in inputs)
+        wide = {"compute": torch.float64} if exact else {"impl": impl}
+        if self.geometry.kind == "mamba2":
+            x, dt, B, C, z = inputs
+            step = mamba2_exact.verify_step if exact else ops.mamba2_verify
+            return step(
+                views, config, rows, x, dt.float(), self.weights["A"], B, C, z=z,
+                D=self.weights["D"], dt_bias=self.weights["dt_bias"], dt_softplus=True,
+                layer=3, **wide,
+            )  # fmt: skip
+        step = gdn_exact.verify_step if exact else ops.gdn_verify
+        return step(views, config, rows, *inputs, layer=3, **wide)
+
+    def fold(self, views, rows: VerifyRows) -> None:
+        """The committed inputs of the rows that flush, by the float64 reference."""
+        wide = {"layer": 3, "compute": torch.float64}
+        if self.geometry.kind == "mamba2":
+            mamba2_exact.fold_committed(views, self.config, rows, self.weights["A"], **wide)
+        else:
+            gdn_exact.fold_committed(views, self.config, rows, **wide)
+
+    def step(self, counts: list[int], keeps: list[int], width: int, ancestors=None, **changes):
+        """One step by kernel and by reference from the same bytes: (rows, ours, exact y, bytes).
+
+        Rows that flush read, in both, the copy that the kernel made: a code that rounds the other
+        way is no error of the readout.
+        """
+        pool = self.pool
+        pool.commit(self.slots, self.accepted)
+        count = torch.tensor(counts, device=self.device)
+        rows = pool.verify_rows(self.slots, count, ancestors)
+        inputs = changes.get("inputs") or self.inputs(count, width)
+        pages = pool.pages[0].clone()
+        exact = pool.layouts[0].views(pages)
+        got = self.call(pool.views[0], rows, inputs, False)
+        self.fold(exact, rows)
+        read = exact
+        if bool(rows.flush.any()):
+            read, slots = pool.layouts[0].views(pages.clone()), rows.slots[rows.flush]
+            for name, view in read.tensors().items():
+                if not name.startswith("ring"):
+                    view[slots] = getattr(pool.views[0], name)[slots]
+        after = dataclasses.replace(rows, valid=rows.base, flush=torch.zeros_like(rows.flush))
+        want = self.call(read, after, inputs, True)
+        for name, view in exact.tensors().items():
+            if name.startswith("ring"):
+                view.copy_(getattr(read, name))
+        pool.advance_verify(rows)
+        self.accepted = torch.tensor(keeps, dtype=torch.int32, device=self.device)
+        return rows, got, want, exact
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    d = (got.double() - want.double()).square().mean().sqrt()
+    return float(d / want.double().square().mean().sqrt().clamp(min=1e-30))
+
+
+def bound_of(config: StateConfig, dtype: torch.dtype) -> float:
+    """What y may differ by from float64, as relative RMS.
+
+    The queries are rounded to fp16 (2**-12 of a vector's largest value each, spread over the
+    products of a row: 3e-4 with a margin) or, beside bf16 copies, to tf32 on a GPU; fp32 copies
+    take fp32 arithmetic, 1e-5. Storing y costs 2**-9 (bf16) or 2**-12 (fp16).
+    """
+    exact = config.readout.name == "fp32"
+    store = {torch.bfloat16: 3e-3, torch.float16: 4e-4}.get(dtype, 0.0)
+    return (1e-5 if exact else 4e-4) + store
+
+
+def check(layer: Layer, steps: int = 5, width: int | None = None) -> None:
+    """Random steps: y, what a flush stored, the appended ring entries; nothing else moves."""
+    width = width or 1 + layer.drafts
+    flushes = 0
+    for _ in range(steps):
+        counts = [layer.rng.randint(0, width) for _ in range(layer.batch)]
+        counts[0] = width
+        keeps = [layer.rng.randint(c // 2, c) for c in counts]
+        before = layer.pool.pages[0].clone()
+        rows, got, want, exact = layer.step(counts, keeps, width)
+        flushes += int(rows.flush.sum())
+        inside = torch.arange(width, device=got.device) < rows.count[:, None]
+        assert torch.isfinite(got).all() and not got[~inside].any()
+        error = relative(got[inside], want[inside])
+        assert error <= bound_of(layer.config, layer.dtype), error
+        f = rows.slots[rows.flush]
+        views = layer.pool.views[0]
+        if f.numel():
+            ours, theirs = (read_checkpoint(v, layer.config, f) for v in (views, exact))
+            assert relative(ours, theirs) < {8: 6e-2, 4: 3e-1}.get(layer.config.update.bits, 4e-3)
+        row, t = inside.nonzero(as_tuple=True)
+        at = (rows.slots[row], (rows.base[row] + t).long())
+        old = layer.pool.layouts[0].views(before)
+        for name, view in views.tensors().items():
+            if name.startswith("ring"):
+                loose = name in ("ring_dt", "ring_rk")
+                limit = {"rtol": 5e-6, "atol": 1e-12} if loose else {"rtol": 0, "atol": 0}
+                torch.testing.assert_close(view[at], getattr(exact, name)[at], **limit)
+                same = view.clone()
+                same[at] = getattr(old, name)[at]
+                assert torch.equal(
+                    same.contiguous().view(torch.uint8),
+                    getattr(old, name).contiguous().view(torch.uint8),
+                )
+            else:
+                kept = rows.slots[~rows.flush]
+                assert torch.equal(view[kept], getattr(old, name)[kept])
+    assert flushes > 0, "no step flushed"
+
+
+def flags(update: str, output: str | None = None, **kw: object) -> StateConfig:
+    return StateConfig.from_flags(update, output, **kw)  # type: ignore[arg-type]
+
+
+CASES = {
+    "nvfp4+fp16": ((2, 16, 128, 1), flags("fp16", "nvfp4", buffer_len=4)),
+    "nvfp4+e4m3-rows17": ((2, 17, 128, 2), flags("e4m3", "nvfp4", buffer_len=3)),
+    "P4+8-rotated": ((2, 16, 128, 1), flags("P4+8", rotate=True, buffer_len=4)),
+    "P8+4-state256": ((1, 16, 256, 1), flags("P8+4", buffer_len=2, rotate=True)),
+    "nvfp4-state256": ((1, 16, 256, 1), flags("fp16", "nvfp4", buffer_len=4)),
+    "fp32-state96": ((2, 16, 96, 1), flags("fp32", buffer_len=4, rotate=True)),
+    "nvfp4-state64": ((2, 16, 64, 2), flags("e4m3", "nvfp4", buffer_len=4)),
+    "mxfp4-state32": ((2, 16, 32, 1), flags("bf16", "mxfp4", buffer_len=4)),
+    "e4m3-shared": ((2, 16, 128, 1), flags("e4m3", "same", buffer_len=4)),
+    "int8-state16": ((2, 16, 16, 1), flags("int8", "same", buffer_len=4)),
+    "fp16-shared": ((2, 16, 128, 1), flags("fp16", "same", buffer_len=4)),
+    "bf16-shared": ((2, 16, 128, 1), flags("bf16", "same", buffer_len=4)),
+    "e5m2+fp32": ((1, 16, 64, 1), flags("fp32", "e5m2", buffer_len=4)),
+    "fp32": ((2, 16, 128, 1), flags("fp32", buffer_len=1)),
+}
+
+
+ONLY = {  # the families share the product; each takes one format of every path through it
+    "mamba2": ("P4+8-rotated", "nvfp4-state256", "fp32-state96", "mxfp4-state32", "int8-state16",
+               "fp16-shared", "nvfp4+e4m3-rows17"),
+    "gdn": ("nvfp4+fp16", "P8+4-state256", "nvfp4-state64", "e4m3-shared", "bf16-shared",
+            "e5m2+fp32", "fp32"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name"), [(k, n) for k, names in ONLY.items() for n in names])
+def test_steps(kind: str, name: str, device: torch.device) -> None:
+    (heads, rows, n, groups), config = CASES[name]
+    check(Layer(LayerGeometry(kind, heads, rows, n, groups), config, device, batch=2), 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["mamba2", "gdn"])
+@pytest.mark.parametrize("name", CASES)
+def test_all_formats_on_a_gpu(kind: str, name: str, device: torch.device) -> None:
+    (heads, rows, n, groups), config = CASES[name]
+    geometry = LayerGeometry(kind, 4 * heads, 4 * rows, n, groups)
+    for dtype in (torch.float32, torch.bfloat16):
+        check(Layer(geometry, config, device, batch=9, drafts=7, dtype=dtype), 8)
+
+
+SMALL = {
+    "mamba2": LayerGeometry("mamba2", 2, 16, 128, 1),
+    "gdn": LayerGeometry("gdn", 2, 16, 128, 1),
+}
+
+
+@pytest.fixture(params=["mamba2", "gdn"])
+def small(request: pytest.FixtureRequest) -> LayerGeometry:
+    return SMALL[request.param]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_activations(small, dtype, device: torch.device) -> None:
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        pytest.skip("the interpreter truncates to bf16")
+    config = flags("e4m3", "nvfp4", buffer_len=3)
+    check(Layer(small, config, device, batch=2, drafts=7, dtype=dtype), 4)
+
+
+def started(small: LayerGeometry, device: torch.device, **kw) -> Layer:
+    """A layer whose rows have committed inputs, and a flush due in row 0."""
+    layer = Layer(small, flags("e4m3", "nvfp4", buffer_len=4), device, **kw)
+    layer.step([4, 3, 2][: layer.batch], [4, 2, 1][: layer.batch], 4)
+    layer.pool.commit(layer.slots, layer.accepted)
+    layer.accepted.zero_()
+    return layer
+
+
+def test_overflowing_drafts_stay_behind_their_tokens(small, device: torch.device) -> None:
+    """Inf and NaN from token 2 on: tokens 0 and 1 keep their bits, the others are not finite."""
+    layer = started(small, device, batch=2)
+    count = torch.tensor([4, 4], device=device)
+    rows = layer.pool.verify_rows(layer.slots, count)
+    clean = layer.inputs(count, 4)
+    pages = layer.pool.pages[0].clone()
+    want = layer.call(layer.pool.layouts[0].views(pages.clone()), rows, clean, False)
+    for poison in (float("nan"), float("inf")):
+        bad = tuple(t.clone() for t in clean)
+        for t in bad:
+            t[:, 2] = poison
+        got = layer.call(layer.pool.layouts[0].views(pages.clone()), rows, bad, False)
+        assert torch.equal(got[:, :2], want[:, :2])
+        assert not torch.isfinite(got[:, 2:]).any()
+
+
+def test_a_tree_and_its_chains(small, device: torch.device) -> None:
+    """Tokens of a tree equal the float64 reference, and one path equals the same chain."""
+    layer = started(small, device, batch=2)
+    parents = torch.tensor([[-1, 0, 0, 2], [-1, -1, 1, 0]], device=device)
+    tree = tree_ancestors(parents)
+    rows, got, want, _ = layer.step([4, 4], [0, 0], 4, tree)
+    assert relative(got, want) <= bound_of(layer.config, layer.dtype)
+    layer = started(small, device, batch=2)
+    count = torch.tensor([4, 4], device=device)
+    inputs = layer.inputs(count, 4)
+    rows = layer.pool.verify_rows(layer.slots, count, tree)
+    pages = layer.pool.pages[0].clone()
+    got = layer.call(layer.pool.layouts[0].views(pages.clone()), rows, inputs, False)
+    path = tuple(t[:, [0, 2, 3, 3]] for t in inputs)
+    rows = layer.pool.verify_rows(layer.slots, torch.tensor([3, 0], device=device))
+    chain = layer.call(layer.pool.layouts[0].views(pages.clone()), rows, path, False)
+    torch.testing.assert_close(got[0, [0, 2, 3]], chain[0, :3], rtol=1e-4, atol=1e-5)
+
+
+def test_a_row_depends_on_nothing_beside_it(small, device: torch.device) -> None:
+    """Alone, or in another row beside padding, or with rows to spare: y and bytes are the same."""
+    layer = started(small, device, batch=3)
+    count = torch.tensor([3, 4, 2], device=device)
+    inputs = layer.inputs(count, 4)
+    pages = layer.pool.pages[0].clone()
+    outcomes = []
+    for order in ([0, 1, 2], [2, -1, 0, 1], [0]):
+        picked = torch.tensor([max(i, 0) for i in order], device=device)
+        slots = torch.where(torch.tensor(order, device=device) < 0, PAD_SLOT, layer.slots[picked])
+        rows = layer.pool.verify_rows(slots, count[picked])
+        own = layer.pool.layouts[0].views(pages.clone())
+        y = layer.call(own, rows, tuple(t[picked] for t in inputs), False)
+        assert not y[slots == PAD_SLOT].any()
+        slot = int(layer.slots[0])
+        kept = [t[slot].clone().contiguous().view(torch.uint8) for t in own.tensors().values()]
+        outcomes.append((y[order.index(0)], kept))
+    for y, kept in outcomes[1:]:
+        assert torch.equal(y, outcomes[0][0])
+        assert all(torch.equal(a, b) for a, b in zip(kept, outcomes[0][1], strict=True))
+
+
+def test_one_token_is_a_plain_step(small, device: torch.device) -> None:
+    """T = 1 behind committed inputs equals plain decode bit for bit, in y and in every byte."""
+    layer = started(small, device, batch=2)
+    count = torch.tensor([1, 1], device=device)
+    inputs = layer.inputs(count, 1)
+    rows = layer.pool.verify_rows(layer.slots, count)
+    assert rows.flush.tolist() == [True, False]
+    pages = [layer.pool.pages[0].clone() for _ in range(2)]
+    ours, plain = (layer.pool.layouts[0].views(p) for p in pages)
+    y = layer.call(ours, rows, inputs, False)
+    one = rows.take(torch.tensor([1], device=device)).plain()
+    x = tuple(t[1:, 0] for t in inputs)
+    if small.kind == "mamba2":
+        weights = layer.weights
+        want = ops.mamba2_decode(
+            plain, layer.config, one, x[0], x[1].float(), weights["A"], x[2], x[3], z=x[4],
+            D=weights["D"], dt_bias=weights["dt_bias"], dt_softplus=True, layer=3, impl="triton",
+        )  # fmt: skip
+    else:
+        want = ops.gdn_decode(plain, layer.config, one, *x, layer=3, impl="triton")
+    assert torch.equal(y[1, 0], want[0])
+    slot = int(layer.slots[1])
+    for name, view in ours.tensors().items():
+        other = getattr(plain, name)
+        a, b = (t[slot].contiguous().view(torch.uint8) for t in (view, other))
+        assert torch.equal(a, b), name
+
+
+def test_packed_gdn_inputs(device: torch.device) -> None:
+    """q, k, v in one buffer and raw gates: the same step as with separate tensors."""
+    from replayssm_quant.kernels.gdn.reference import gates
+    from replayssm_quant.kernels.gdn.verify import verify_packed, verify_step
+
+    layer = started(SMALL["gdn"], device, batch=2)
+    count = torch.tensor([4, 3], device=device)
+    q, k, v, _, _ = layer.inputs(count, 4)
+    gen = torch.Generator().manual_seed(2)
+    a, b = (torch.randn(2, 4, 2, generator=gen).to(device) for _ in range(2))
+    A_log, bias = (torch.randn(2, generator=gen).to(device) for _ in range(2))
+    g, beta = gates(a, b, A_log, bias)
+    rows = layer.pool.verify_rows(layer.slots, count)
+    pages = [layer.pool.pages[0].clone() for _ in range(2)]
+    first, second = (layer.pool.layouts[0].views(p) for p in pages)
+    want = verify_step(first, layer.config, rows, q, k, v, g, beta)
+    mixed = torch.cat([t.flatten(2) for t in (q, k, v)], 2)
+    got = verify_packed(second, layer.config, rows, mixed, a, b, A_log, bias)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_refused_before_a_launch(small, device: torch.device) -> None:
+    layer = started(small, device, batch=2)
+    rows = layer.pool.verify_rows(layer.slots, torch.tensor([2, 2], device=device))
+    inputs = layer.inputs(rows.count, 2)
+    with pytest.raises(ValueError, match="has shape"):
+        layer.call(layer.pool.views[0], rows, (inputs[0][:, :1], *inputs[1:]), False)
+    wrong = dataclasses.replace(rows, ancestors=torch.zeros(2, 3, dtype=torch.int32))
+    with pytest.raises(ValueError, match="rows.ancestors"):
+        layer.call(layer.pool.views[0], wrong, inputs, False)
+    strided = dataclasses.replace(rows, valid=torch.zeros(4, dtype=torch.int32)[::2])
+    with pytest.raises(ValueError, match="rows.valid has strides"):
+        layer.call(layer.pool.views[0], strided, inputs, False)
