@@ -26,6 +26,7 @@ from typing import Any
 from ..config import StateConfig
 from ..models import ResolvedModel
 from ..state.geometry import ModelGeometry, read_geometry
+from . import gates
 from . import suite as suites
 from .arms import Arm, arm, candidate_arms, parse_arm, recipe_arms, reference_arms, story_arms
 from .arms import unique as unique_arms
@@ -37,6 +38,7 @@ from .schema import (
     ArmRecord,
     Comparison,
     Environment,
+    GateOutcome,
     ModelRecord,
     ResultError,
     RunRecord,
@@ -117,6 +119,9 @@ def arms_for(request: Request, geometry: ModelGeometry, config: Any, model: str)
         chosen = recipe_arms(request.recipe, geometry, config, model)
     elif request.candidate is not None:
         chosen = candidate_arms(request.candidate)
+    elif request.suite.recipes is not None:
+        found = (recipe_arms(name, geometry, config, model) for name in request.suite.recipes)
+        chosen = [one for arms in found for one in arms if one.role == "candidate"]
     elif request.suite.arms is not None:
         chosen = [arm("candidate", parse_arm(t)) for t in request.suite.arms]
     else:
@@ -174,6 +179,10 @@ def plan(request: Request) -> Plan:
             [s.task for s in specs if s.kind == "lm_eval"], request.data_dir, request.download_data
         )
     tasks = [_task_record(s, n, request) for s, n in zip(specs, documents, strict=True)]
+    if request.suite.baseline is not None:
+        committed = gates.read(Path(request.suite.baseline))
+        known = {model: ones for model, ones in arms.items() if ones is not None}
+        gates.check_fits(request.suite, committed, known, tasks, request.seeds)
     return Plan(request, tasks, specs, arms, documents)
 
 
@@ -244,6 +253,8 @@ def _run_model(plan: Plan, index: int, folder: Path, tick: Callable[[int], None]
     from . import environment, probes
     from .measure import Options, measure_prompts, measure_streams
     from .signals import Reference
+    from .state_error import StateProbe
+    from .state_error import attach as attach_states
 
     request = plan.request
     resolved = request.models[index]
@@ -297,7 +308,8 @@ def _run_model(plan: Plan, index: int, folder: Path, tick: Callable[[int], None]
         "toolkit": described.toolkit,
     }
     for spec, record, docs in zip(plan.specs, plan.tasks, local, strict=True):
-        reference = Reference()
+        reference, probe = Reference(), None
+        options = replace(options, path=spec.path or request.path)
         filled = False
         runner = None
         for one in chosen:
@@ -316,6 +328,7 @@ def _run_model(plan: Plan, index: int, folder: Path, tick: Callable[[int], None]
                         "batch": one.batch_size or options.batch_size,
                         "prefill": options.prefill,
                         "path": options.path,
+                        **({"states": spec.states} if spec.states is not None else {}),
                         "data": _data_digest(spec, request),
                     }
                 )
@@ -330,6 +343,12 @@ def _run_model(plan: Plan, index: int, folder: Path, tick: Callable[[int], None]
                         )
                     filled = True
                     unit = measure_streams(loaded, part, one, seed, options, reference, key, tick)
+                    if spec.states is not None and one.role == "candidate":
+                        few = docs.first(spec.states)
+                        probe = probe or StateProbe(
+                            loaded, few, options.batch_size, options.prefill
+                        )
+                        attach_states(unit.samples, probe.measure(one.seeded(seed)))
                 elif spec.kind == "generate":
                     unit = measure_prompts(loaded, part, one, seed, options, key, tick)
                 else:
@@ -536,6 +555,7 @@ def _assemble(
             units.setdefault((outcome.model.name, task, name), []).append(unit)
             records.append(unit.record)
     comparisons = compare_all(units, plan.tasks, list(arms.values()))
+    outcomes_of_gates = _gates(plan, units, list(arms.values()), [o.model for o in outcomes])
     written: list[ArmRecord] = [a.record(sizes[a.name], request.batch_size) for a in arms.values()]
     first = outcomes[0].environment
     return RunRecord(
@@ -559,8 +579,35 @@ def _assemble(
         arms=written,
         units=records,
         comparisons=comparisons,
-        verdict=overall(comparisons),
+        gates=outcomes_of_gates,
+        verdict=gates.verdict(outcomes_of_gates)
+        if request.suite.gates
+        else overall(comparisons, outcomes_of_gates),
         seconds=time.perf_counter() - began,
+    )
+
+
+def _gates(
+    plan: Plan,
+    units: dict[tuple[str, str, str], list[Unit]],
+    arms: Sequence[Arm],
+    models: Sequence[ModelRecord],
+) -> list[GateOutcome]:
+    """Outcomes of the suite's gates and of the recipes' own."""
+    request = plan.request
+    names = [request.recipe] if request.recipe is not None else request.suite.recipes or ()
+    known = [(m.name, m.config) for m in request.models if m.config is not None]
+    committed = None
+    if request.suite.baseline is not None:
+        committed = gates.read(Path(request.suite.baseline))
+    return gates.evaluate(
+        request.suite,
+        gates.recipe_gates(names, known),
+        units,
+        plan.tasks,
+        arms,
+        models,
+        committed,
     )
 
 

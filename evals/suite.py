@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from .. import recipe
 from .tasks import TASKS, StreamTask
 
 FOLDER = Path(__file__).resolve().parent / "suites"
+RESULTS = Path(__file__).resolve().parent / "results"
 DEFAULT, GENERAL = "default", "general"
 """What a run asks that names no suite: of shipped models, and of any other."""
 ACCURACY_MARGIN = 0.01
@@ -38,9 +40,11 @@ class TaskSpec(_Strict):
     label: its name in tables, where a task occurs twice. documents: how many (streams, prompts or
     questions). settings: difficulty of a local task. margin: the loss that is still accepted, of
     accuracy as a share, of likelihood in nats a token. threshold: fp32 accuracy below which the
-    task is not learned. For runs that name no format: arms (in the syntax of --arms) limits the
-    task to those arms, and per_step is the number of documents for arms that round at every step,
-    which cost most.
+    task is not learned. path: how a stream's tokens are scored, ``scan`` or ``decode``; None leaves
+    it to the command. states: documents whose stored states are compared with fp32's, for gates on
+    ``state_error``. For runs that name no format: arms (in the syntax of --arms) limits the task to
+    those arms, and per_step is the number of documents for arms that round at every step, which
+    cost most.
     """
 
     task: str
@@ -52,6 +56,8 @@ class TaskSpec(_Strict):
     label: str | None = Field(default=None, pattern=r"^[\w.\-]+$")
     arms: tuple[str, ...] | None = None
     per_step: int | None = Field(default=None, ge=1)
+    path: Literal["scan", "decode"] | None = None
+    states: int | None = Field(default=None, ge=1)
 
     @property
     def local(self) -> StreamTask | None:
@@ -92,17 +98,58 @@ class TaskSpec(_Strict):
         return LEARNED
 
 
+class SuiteGate(_Strict):
+    """A threshold that every arm of a role must meet on a task (None: on every task that has the
+    metric), with the given confidence, or the run fails.
+
+    against fp32: kld_mean, kld_p99 (nats) and kld_slope must stay at or below the threshold, top1
+    (a share) at or above it; accuracy_delta is non-inferiority: the loss of accuracy, as a share,
+    stays below the threshold. against ``committed``, the suite's baseline: kld_mean and state_error
+    (root mean square of the stored state's error, the worst layer) are ratios to the committed
+    value, kld_slope is the rise above it, top1 and accuracy_delta the loss against it.
+    """
+
+    metric: Literal["kld_mean", "kld_p99", "kld_slope", "top1", "accuracy_delta", "state_error"]
+    against: Literal["fp32", "committed"] = "fp32"
+    role: Literal["candidate", "floor"] = "candidate"
+    task: str | None = None
+    threshold: float
+    confidence: float = Field(default=0.95, gt=0.5, lt=1.0)
+
+    @model_validator(mode="after")
+    def _possible(self) -> SuiteGate:
+        if self.metric == "state_error" and self.against == "fp32":
+            raise ValueError("state_error is compared with a committed result; set against")
+        if self.metric == "kld_p99" and self.against == "committed":
+            raise ValueError("kld_p99 has no committed value; gate kld_mean against it instead")
+        if self.role == "floor" and self.against == "committed":
+            raise ValueError("the floor is fp32 measured again; leave against out")
+        return self
+
+
 class Suite(_Strict):
     """A suite file. arms: comparison arms in the syntax of --arms, beside what the command asks;
-    None leaves them to the command."""
+    recipes: what a run that names no format measures of each model instead. None leaves them to the
+    command. gates: what decides the command's exit code, beside the gates of the recipes; baseline:
+    the committed result that gates ``against: committed`` compare with, a file beside the suite or
+    in evals/results."""
 
     schema_: Literal[1] = Field(alias="schema")
     name: str
     description: str
     tasks: tuple[TaskSpec, ...] = Field(min_length=1)
     arms: tuple[str, ...] | None = None
+    recipes: tuple[str, ...] | None = None
     seeds: tuple[int, ...] | None = None
     documents: int = Field(default=24, ge=1)
+    gates: tuple[SuiteGate, ...] = ()
+    baseline: str | None = None
+
+    @model_validator(mode="after")
+    def _baseline(self) -> Suite:
+        if self.baseline is None and any(g.against == "committed" for g in self.gates):
+            raise ValueError("a gate compares with a committed result; name its file in baseline")
+        return self
 
 
 def shipped() -> dict[str, Path]:
@@ -136,10 +183,12 @@ def load(name: str) -> Suite:
         where = ".".join(str(p) for p in first["loc"]) or "the file"
         known = ""
         if first["type"] == "extra_forbidden":
-            fields = TaskSpec.model_fields if "tasks" in first["loc"] else Suite.model_fields
+            inner: dict[str, type[BaseModel]] = {"tasks": TaskSpec, "gates": SuiteGate}
+            fields = inner.get(str(first["loc"][0]), Suite).model_fields
             near = difflib.get_close_matches(str(first["loc"][-1]), list(fields), 1)
             known = f" (did you mean '{near[0]}'?)" if near else f" (known: {', '.join(fields)})"
-        raise SuiteError(f"suite {path.name}: {where}: {first['msg']}{known}") from None
+        message = first["msg"].removeprefix("Value error, ")
+        raise SuiteError(f"suite {path.name}: {where}: {message}{known}") from None
     names = [s.name for s in suite.tasks]
     for spec in suite.tasks:
         check(spec)
@@ -147,7 +196,26 @@ def load(name: str) -> Suite:
             raise SuiteError(
                 f"suite {path.name}: task '{spec.name}' occurs twice; give one of them a label"
             )
-    return suite
+    for gate in suite.gates:
+        if gate.task is not None and gate.task not in names:
+            near = difflib.get_close_matches(gate.task, names, 1)
+            hint = f"did you mean '{near[0]}'? " if near else ""
+            raise SuiteError(
+                f"suite {path.name}: a gate is on task '{gate.task}', which the suite does not "
+                f"have: {hint}tasks: {', '.join(names)}"
+            )
+    for name in suite.recipes or ():
+        if name.partition("/")[0] != "auto":
+            recipe.resolve(name)
+    return suite.model_copy(update={"baseline": _beside(path, suite.baseline)})
+
+
+def _beside(path: Path, baseline: str | None) -> str | None:
+    """Where the baseline of a suite file lies: beside it if it is there, else in evals/results."""
+    if baseline is None:
+        return None
+    near = path.parent / baseline
+    return str(near if near.is_file() else RESULTS / baseline)
 
 
 def check(spec: TaskSpec) -> None:
@@ -158,6 +226,11 @@ def check(spec: TaskSpec) -> None:
             f"task '{spec.task}' is not local, so it has no mode '{spec.mode}'; local tasks: "
             f"{', '.join(TASKS)}"
         )
+    for name, value in (("path", spec.path), ("states", spec.states)):
+        if value is not None and spec.kind != "stream":
+            raise SuiteError(f"task '{spec.task}' is not teacher-forced, so it has no {name}")
+    if spec.states is not None and spec.path == "decode":
+        raise SuiteError(f"task '{spec.task}': states are recorded on path scan; leave one out")
     if task is None:
         return
     if spec.kind == "generate" and not task.generates:
