@@ -1,0 +1,538 @@
+"""Verify steps of speculative decoding: gate, then time beside vLLM's own speculative kernels.
+
+    python -m replayssm_quant.kernels.bench --op mamba2_verify --tokens 4,5,8
+
+A step verifies T tokens a row; the rows are out of step with each other and keep ``kept`` tokens a
+step, so that they flush as often as such requests would. vLLM keeps a state for every token of a
+step: it reads one and writes T. Rows have the columns of the other benchmarks, and ``tokens``,
+``kept``. Bytes are those of state and ring.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import math
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ... import ops
+from ...state.cache import VerifyRows, read_checkpoint
+from ...state.layout import StateLayout, StateViews
+from ..gdn import verify_reference as gdn_exact
+from ..mamba2 import verify_reference as mamba2_exact
+from . import run, vllm_baselines
+from .baselines import NATIVE_CONFIGS, Launch, _Pool, _tied
+from .registry import (
+    BUFFER_LEN,
+    DESIGNS,
+    PHASES,
+    Inputs,
+    Op,
+    Problem,
+    generator,
+    make_step,
+    make_weights,
+    sets_needed,
+    slot_sets,
+)
+from .registry import OPS as DECODE
+
+TOKENS = (4, 5, 8)
+_DESIGNS = ("nvfp4+fp16-sr", "P4+8-sr-rot", "P8+4-sr-rot", "e4m3-sr", "fp16-sr", "fp32")
+OPS: dict[str, Op] = {
+    name.replace("_decode", "_verify"): dataclasses.replace(
+        op, name=name.replace("_decode", "_verify"), designs=_DESIGNS
+    )
+    for name, op in DECODE.items()
+}
+STATE_BOUND = 1e-2
+"""Relative RMS of a checkpoint that fp32 sums may round the other way here and there: one step of
+an 8-bit code in a hundredth of the elements, and less for wider ones."""
+
+
+def kept_tokens(tokens: int) -> int:
+    """Tokens that a request keeps of a step: drafts are right half the time, roughly."""
+    return (tokens + 1) // 2
+
+
+def cursor(phase: str, step: int, row: int, kept: int, length: int) -> tuple[int, bool]:
+    """(committed inputs, flush) of a row at a step; rows and steps advance by ``kept``."""
+    cycle = math.ceil(length / kept)  # steps from flush to flush; the flushing one starts anew
+    if phase == "flush":
+        return cycle * kept, True
+    at = (row + step) % cycle
+    if phase == "readout":
+        return at * kept, False
+    return (cycle * kept, True) if at == 0 else (at * kept, False)
+
+
+@dataclass
+class Step:
+    """One launch: its rows, its inputs [b, T, ...], and the bytes it must move."""
+
+    rows: VerifyRows
+    inputs: Inputs
+    nbytes: float
+
+
+@dataclass
+class VerifyProblem(Problem):
+    """A pool whose rows verify ``tokens`` tokens; see ``registry.Problem``."""
+
+    tokens: int = 5
+
+    def __post_init__(self) -> None:
+        names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+        b, t = self.batch, self.tokens
+        self.layout = StateLayout(self.geometry, self.config, names[self.dtype], t - 1)
+        self.kept = kept_tokens(t)
+        per_step = b * sum(self.layout.verify_bytes(self.kept))
+        self.sets = self.sets or sets_needed(per_step, self.device)
+        self.slots = slot_sets(b, self.sets, self.seed, self.device)
+        count = b * self.sets + 1
+        self.pages = torch.zeros(
+            count, self.layout.page_bytes, dtype=torch.uint8, device=self.device
+        )
+        self.views = self.layout.views(self.pages)
+        self.weights = make_weights(self.geometry, self.seed, self.device)
+        self.inputs = [
+            tokens_of(self.geometry, b, t, self.weights, self.seed + 1 + i, self.device, self.dtype)
+            for i in range(min(self.sets, 4))
+        ]
+        self.key = torch.randint(
+            -(2**63),
+            2**63 - 1,
+            (count,),
+            generator=generator(self.seed, self.device),
+            device=self.device,
+        )
+        self._fill(count)
+
+    def verify_steps(self, phase: str) -> list[Step]:
+        """Every launch of one timed pass."""
+        length, b = self.config.buffer_len, self.batch
+        cycle = math.ceil(length / self.kept)
+        layout, out = self.layout, []
+        g, c = layout.geometry, layout.config
+        readout = c.readout.readout_bytes(g.heads, g.rows, g.n)
+        folded = 2 * layout.checkpoint_bytes + layout.copy_bytes
+        for i in range(cycle * max(1, math.ceil(self.sets / cycle))):
+            both = [cursor(phase, i, row, self.kept, length) for row in range(b)]
+            valid = torch.tensor([v for v, _ in both], dtype=torch.int32, device=self.device)
+            flush = torch.tensor([f for _, f in both], device=self.device)
+            slots = self.slots[i % self.sets]
+            count = torch.full_like(valid, self.tokens)
+            rows = VerifyRows(slots, valid, flush, count, valid + 1000, self.key[slots])
+            ring = sum(v + self.tokens for v, _ in both) * layout.ring_row_bytes
+            nbytes = b * readout + sum(f for _, f in both) * folded + ring
+            out.append(Step(rows, self.inputs[i % len(self.inputs)], nbytes))
+        return out
+
+    def verify(self, step: Step, impl: str | None = None) -> torch.Tensor:
+        """One launch of our kernels (``impl`` as in ``ops``); updates the pool."""
+        i = step.inputs
+        if self.op.kind == "gdn" and impl != "reference":
+            from ..gdn.verify import verify_packed
+
+            return verify_packed(
+                self.views, self.config, step.rows, i.mixed_qkv, i.a, i.b, i.A_log, i.dt_bias,
+                layer=self.layer,
+            )  # fmt: skip
+        where = {"layer": self.layer, "impl": impl}
+        if self.op.kind == "gdn":
+            inputs = (i.q, i.k, i.v, i.g, i.beta)
+            return ops.gdn_verify(self.views, self.config, step.rows, *inputs, **where)
+        return ops.mamba2_verify(
+            self.views, self.config, step.rows, i.x, i.dt, i.A, i.B, i.C,
+            D=i.D, dt_bias=i.dt_bias, dt_softplus=True, **where,
+        )  # fmt: skip
+
+    def exact(self, views: StateViews, rows: VerifyRows, inputs: Inputs) -> torch.Tensor:
+        """y of the float64 reference over the bytes of ``views``."""
+        i, wide = inputs, {"layer": self.layer, "compute": torch.float64}
+        if self.op.kind == "gdn":
+            qkv = (i.q.double(), i.k.double(), i.v.double())
+            return gdn_exact.verify_step(views, self.config, rows, *qkv, i.g, i.beta, **wide)
+        B, C = i.B.double(), i.C.double()
+        return mamba2_exact.verify_step(
+            views, self.config, rows, i.x.double(), i.dt.double(), i.A, B, C,
+            D=i.D, dt_bias=i.dt_bias, dt_softplus=True, **wide,
+        )  # fmt: skip
+
+    def exact_fold(self, views: StateViews, rows: VerifyRows) -> None:
+        wide = {"layer": self.layer, "compute": torch.float64}
+        if self.op.kind == "gdn":
+            gdn_exact.fold_committed(views, self.config, rows, **wide)
+        else:
+            mamba2_exact.fold_committed(views, self.config, rows, self.weights["A"], **wide)
+
+
+def tokens_of(
+    geometry: Any,
+    batch: int,
+    tokens: int,
+    weights: dict[str, torch.Tensor],
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Inputs:
+    """Random inputs [b, T, ...] of one step."""
+    made = make_step(geometry, batch * tokens, weights, seed, device, dtype)
+    return Inputs({k: v.unflatten(0, (batch, tokens)) for k, v in made.step.items()}, weights)
+
+
+def gate(problem: VerifyProblem, impl: str | None = None) -> run.GateResult:
+    """Run a step of every phase and compare a few rows with the float64 reference.
+
+    Rows that flush read the copy that the kernel made, in both. Raises ``run.Red``.
+    """
+    result = run.GateResult()
+    for phase in PHASES:
+        steps = problem.verify_steps(phase)
+        result = result.worst(_gate_step(problem, steps[len(steps) // 2], phase, impl))
+    return result
+
+
+def _gate_step(problem: VerifyProblem, step: Step, phase: str, impl: str | None) -> run.GateResult:
+    batch, config = problem.batch, problem.config
+    flushing = step.rows.flush.nonzero()[:1, 0].tolist()
+    rows = torch.tensor(sorted({0, (batch - 1) // 2, batch - 1, *flushing}), device=problem.device)
+    taken = step.rows.take(rows)
+    before = problem.pages[taken.slots].clone()
+    local = dataclasses.replace(
+        taken, slots=torch.arange(len(rows), device=problem.device, dtype=taken.slots.dtype)
+    )
+    inputs = Inputs({k: v[rows] for k, v in step.inputs.step.items()}, step.inputs.weights)
+    got = problem.verify(step, impl)[rows]
+    folded = problem.layout.views(before.clone())
+    problem.exact_fold(folded, local)
+    read = problem.layout.views(before)
+    for name, view in read.tensors().items():
+        if not name.startswith("ring"):
+            view.copy_(getattr(problem.views, name)[taken.slots])
+    after = dataclasses.replace(local, valid=local.base, flush=torch.zeros_like(local.flush))
+    want = problem.exact(read, after, inputs)
+    result = run.GateResult(output=run.relative_rms(got, want))
+    where = f"{problem.op.name}, {config.label}, batch {batch}, T {problem.tokens}, {phase}"
+    if result.output > run.OUTPUT_BOUND[problem.dtype]:
+        raise run.Red(f"{where}: y differs from float64 by {result.output:.2e} (relative RMS)")
+    f = taken.flush.nonzero(as_tuple=True)[0]
+    if f.numel():
+        ours = read_checkpoint(problem.views, config, taken.slots[f])
+        result.state = run.relative_rms(ours, read_checkpoint(folded, config, local.slots[f]))
+        result.flips = run._flips(problem.views, taken.slots, folded, f)
+        bound = STATE_BOUND if config.update.rounds else run.FP32_BOUND
+        if result.state > bound or result.flips > run.FLIP_BOUND:
+            raise run.Red(
+                f"{where}: the checkpoint differs by {result.state:.2e}, {result.flips:.2%} of "
+                "the codes"
+            )
+    for name, ring in problem.views.tensors().items():
+        if name.startswith("ring"):
+            for t in range(problem.tokens):
+                at = (after.valid + t).long()
+                ours, theirs = ring[taken.slots, at], getattr(read, name)[local.slots, at]
+                if not torch.allclose(ours.double(), theirs.double(), rtol=1e-5, atol=1e-30):
+                    raise run.Red(f"{where}: {name} of token {t} is not what came in")
+    return result
+
+
+# --- vLLM -----------------------------------------------------------------------------------------
+
+_GATING = f"{vllm_baselines._FLA}.fused_sigmoid_gating"
+
+
+def load_gdn_spec(path: Path | str | None) -> Callable[..., Any]:
+    """vLLM's ``fused_sigmoid_gating_delta_rule_update`` from its wheel, a folder or None.
+
+    Raises ValueError where it is not found.
+    """
+    if path is None:
+        return importlib.import_module(_GATING).fused_sigmoid_gating_delta_rule_update
+    root, name = Path(path).resolve(), _GATING.replace(".", "/") + ".py"
+    if root.is_file():
+        import tempfile
+
+        target = Path(tempfile.mkdtemp(prefix="vllm_ops_"))  # Triton reads the source later
+        with zipfile.ZipFile(root) as archive:
+            archive.extract(name, target)
+        root = target
+    if not (root / name).is_file():
+        raise ValueError(f"{path} has no {name}; give vLLM's wheel or the folder that holds it")
+    with vllm_baselines._borrowed_modules(root):
+        return importlib.import_module(_GATING).fused_sigmoid_gating_delta_rule_update
+
+
+class NativeVerify:
+    """vLLM's own step: the state after the last accepted token in, one state a token out."""
+
+    def __init__(
+        self,
+        vllm: vllm_baselines.Baselines,
+        update: Callable[..., Any] | None,
+        op: Op,
+        geometry: Any,
+        batch: int,
+        tokens: int,
+        storage: str,
+        device: torch.device,
+        sets: int = 0,
+    ):
+        self.vllm, self.update, self.tokens, self.kind = vllm, update, tokens, op.kind
+        self.pool = _Pool(op, geometry, batch * tokens, storage, device, sets=sets)
+        p = self.pool
+        self.batch, self.configs = batch, NATIVE_CONFIGS if op.kind == "mamba2" else ((),)
+        self.inputs = [
+            make_step(geometry, batch * tokens, p.weights, 1 + i, device, p.dtype)
+            for i in range(min(p.sets, 4))
+        ]
+        self.out = torch.empty(
+            batch * tokens, geometry.heads, geometry.rows, dtype=p.dtype, device=device
+        )
+        kept = kept_tokens(tokens)
+        self.accepted = torch.full((batch,), kept, dtype=torch.int32, device=device)
+        self.starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * tokens
+        self.nbytes = float((1 + tokens) * batch * p.state_bytes)
+
+    def pinned(self, config: tuple[int, ...]) -> contextlib.AbstractContextManager[object]:
+        if self.kind == "gdn":
+            return contextlib.nullcontext()
+        return self.vllm.override_native((config[0], config[1]))
+
+    def step(self, slots: torch.Tensor, i: Inputs) -> torch.Tensor:
+        """y [b * T, H, R]."""
+        g, slots = self.pool.geometry, slots.view(self.batch, self.tokens)
+        common = {"num_accepted_tokens": self.accepted, "cu_seqlens": self.starts}
+        if self.kind == "mamba2":
+            self.vllm.selective_state_update(
+                self.pool.state, i.x, _tied(i.dt, g.rows), _tied(i.A, g.rows, g.n), i.B, i.C,
+                _tied(i.D, g.rows), _tied(i.dt_bias, g.rows), dt_softplus=True,
+                state_batch_indices=slots, dst_state_batch_indices=slots, out=self.out, **common,
+            )  # fmt: skip
+            return self.out
+        assert self.update is not None
+        y, _ = self.update(
+            A_log=i.A_log, a=i.a, b=i.b, dt_bias=i.dt_bias, q=i.q[None], k=i.k[None], v=i.v[None],
+            initial_state=self.pool.state, inplace_final_state=True, ssm_state_indices=slots,
+            use_qk_l2norm_in_kernel=True, **common,
+        )  # fmt: skip
+        return y[0]
+
+    def launches(self, phase: str) -> list[tuple[Launch, float]]:
+        """(callable, bytes it moves) of each step of a pass; the phase makes no difference."""
+        p, out = self.pool, []
+        for k in range(max(4, p.sets)):
+            slots, inputs = p.slots[k % p.sets], self.inputs[k % len(self.inputs)]
+            out.append((lambda s=slots, i=inputs: self.step(s, i), self.nbytes))
+        return out  # type: ignore[return-value]
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Settings:
+    """What a run covers. seconds: time spent on one group of alternating passes."""
+
+    op: Op
+    geometries: list[str]
+    batches: list[int]
+    designs: list[str]
+    phases: list[str]
+    tokens: list[int]
+    seconds: float = 0.4
+    least: int = 8
+
+
+def measure_point(
+    s: Settings,
+    geometry_name: str,
+    batch: int,
+    tokens: int,
+    vllm: tuple[vllm_baselines.Baselines, Callable[..., Any] | None] | None,
+    copy: float,
+    device: torch.device,
+    common: dict[str, Any],
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Gate, then time every design and phase, and vLLM's step, at one batch and T."""
+    op, geometry = s.op, s.op.geometry(geometry_name)
+    passes: dict[tuple[str, str], run.Pass] = {}
+    gates: dict[str, run.GateResult] = {}
+    notes: dict[str, Any] = {}
+    keep: list[object] = []  # graphs hold no reference to the tensors they write
+    wrong: list[str] = []
+    for design in s.designs:
+        problem = VerifyProblem(op, geometry, DESIGNS[design], batch, device=device, tokens=tokens)
+        try:
+            gates[design] = gate(problem)
+        except run.Red as red:
+            wrong.append(f"{geometry_name}, {design}: {red}")
+            print(f"RED {wrong[-1]}; it is not timed", flush=True)
+            continue
+        keep.append(problem)
+        for phase in s.phases:
+            steps = problem.verify_steps(phase)
+            passes[design, phase] = run.Pass(
+                [(lambda p=problem, x=x: p.verify(x), x.nbytes) for x in steps]  # type: ignore[misc]
+            )
+    if vllm is not None:
+        for storage in op.natives:
+            baseline = NativeVerify(*vllm, op, geometry, batch, tokens, storage, device)
+            keep.append(baseline)
+            name = f"native-{storage}"
+            config, passes[name, "mix"] = run.tuned(baseline, "mix")  # type: ignore[arg-type]
+            notes[name] = list(config)
+    times: dict[tuple[str, str], float] = {}
+    for phase in dict.fromkeys((*s.phases, "mix")):
+        group = {n: p for (n, ph), p in passes.items() if ph == phase}
+        if group:
+            for name, value in run.interleave(group, s.seconds, s.least).items():
+                times[name, phase] = value
+    out = []
+    for (name, phase), time_us in sorted(times.items()):
+        p = passes[name, phase]
+        row = {
+            "op": op.name,
+            "geometry": geometry_name,
+            "batch": batch,
+            "tokens": tokens,
+            "kept": kept_tokens(tokens),
+            "design": name if name in DESIGNS else f"vllm-{name}",
+            "phase": phase,
+            "time_us": round(time_us, 3),
+            "gbps": round(p.gbps(time_us), 1),
+            "copy_fraction": round(p.gbps(time_us) / copy, 4),
+            "ratio_native_fp32": run._ratio(times.get(("native-fp32", "mix")), time_us),
+            "ratio_native_fp16": run._ratio(times.get((f"native-{op.natives[1]}", "mix")), time_us),
+            "ratio_upstream_replay_fp32": None,
+            "native_16bit": op.natives[1],
+            "buffer_len": BUFFER_LEN,
+            "copy_gbps": round(copy, 1),
+        }
+        if name in notes:
+            row["launch"] = notes[name]
+        if name in gates:
+            row["output_error"] = float(f"{gates[name].output:.3g}")
+            row["code_flips"] = float(f"{gates[name].flips:.3g}")
+        out.append({**row, **common})
+    return out, wrong
+
+
+def measure(
+    s: Settings, vllm_path: str | None, out: Path, device: torch.device, seconds: float = math.inf
+) -> tuple[Path, list[str]]:
+    """Measure everything in ``s`` within a time limit: the result file, and what was wrong."""
+    stop = time.monotonic() + seconds
+    vllm = None
+    if vllm_path is not None:
+        update = load_gdn_spec(vllm_path) if s.op.kind == "gdn" else None
+        vllm = (vllm_baselines.load(vllm_path), update)
+    common = run.provenance(None if vllm is None else vllm[0].version)
+    copy = run.copy_gbps(device)
+    path = out / f"{s.op.name}-{run.gpu_slug(common['gpu'])}-{common['date']}.json"
+    rows: list[dict[str, Any]] = []
+    wrong: list[str] = []
+    for geometry in s.geometries:
+        for batch in s.batches:
+            for tokens in s.tokens:
+                if time.monotonic() > stop:
+                    print(f"left out, no time: {geometry}, batch {batch}, T {tokens}", flush=True)
+                    continue
+                found, red = measure_point(s, geometry, batch, tokens, vllm, copy, device, common)
+                rows += found
+                wrong += red
+                run.write_json(path, rows)
+                for row in found:
+                    print(f"T {row['tokens']}  {run._line(row)}", flush=True)
+                torch.cuda.empty_cache()
+    return path, wrong
+
+
+def check_only(s: Settings, device: torch.device, impl: str | None = None) -> bool:
+    """Gate every geometry, batch, T and design; prints one line each. True if all are right."""
+    good = True
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    for geometry in s.geometries:
+        for batch in s.batches:
+            for tokens in s.tokens:
+                for design in s.designs:
+                    label = f"{geometry} batch {batch} T {tokens} {design}"
+                    problem = VerifyProblem(
+                        s.op, s.op.geometry(geometry), DESIGNS[design], batch,
+                        device=device, dtype=dtype, sets=1, tokens=tokens,
+                    )  # fmt: skip
+                    try:
+                        r = gate(problem, impl)
+                    except run.Red as red:
+                        good = False
+                        print(f"RED   {label}: {red}", flush=True)
+                        continue
+                    print(
+                        f"green {label}: y {r.output:.1e}, codes {r.flips:.1e}, state "
+                        f"{r.state:.1e}",
+                        flush=True,
+                    )
+    return good
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command for ``--op *_verify``; the flags are those of ``run`` and ``--tokens``."""
+    p = argparse.ArgumentParser(
+        prog="python -m replayssm_quant.kernels.bench", description=(__doc__ or "").split("\n")[0]
+    )
+    p.add_argument("--op", choices=sorted(OPS), required=True)
+    p.add_argument("--geometry", help="names separated by commas (default: the op's first), or all")
+    p.add_argument("--batch", default="1,8,32,128,256,512")
+    p.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="T of a step, 2 to 8")
+    p.add_argument("--design", default="all", help="names separated by commas, or all")
+    p.add_argument("--phase", default="mix", help="readout, flush, mix")
+    p.add_argument("--vllm-path", help="vLLM's wheel or the folder that holds vllm/: baselines")
+    p.add_argument("--out", type=Path, default=run.RESULTS, help="folder of the result file")
+    p.add_argument("--seconds", type=float, default=math.inf, help="start no point after these")
+    p.add_argument("--quick", action="store_true", help="less time a measurement")
+    p.add_argument("--check-only", action="store_true", help="the correctness gate, no timing")
+    p.add_argument("--impl", choices=("reference", "triton"), help="for --check-only")
+    p.add_argument("--device", help="for --check-only; CUDA where there is one")
+    args = p.parse_args(argv)
+    op = OPS[args.op]
+    try:
+        batches, tokens = ([int(t) for t in x.split(",")] for x in (args.batch, args.tokens))
+    except ValueError:
+        raise SystemExit("--batch and --tokens take whole numbers, such as 1,8,256") from None
+    if min(batches) < 1 or not 2 <= min(tokens) <= max(tokens) <= 8:
+        raise SystemExit("--batch takes at least 1, --tokens 2 to 8")
+    geometry = args.geometry or op.default
+    s = Settings(
+        op,
+        list(op.geometries)
+        if geometry == "all"
+        else run._names(geometry, list(op.geometries), "geometry"),
+        batches,
+        list(op.designs) if args.design == "all" else run._names(args.design, [*DESIGNS], "design"),
+        run._names(args.phase, [*PHASES], "phase"),
+        tokens,
+    )
+    if args.quick:
+        s.seconds, s.least = 0.1, 4
+    cuda = torch.cuda.is_available()
+    device = torch.device(args.device or ("cuda" if cuda else "cpu"))
+    if args.check_only:
+        return 0 if check_only(s, device, args.impl) else 1
+    if not cuda:
+        print("timing needs a CUDA GPU and torch sees none; use --check-only", file=sys.stderr)
+        return 2
+    path, wrong = measure(s, args.vllm_path, args.out, device, args.seconds)
+    for text in wrong:
+        print(f"RED {text}; it was not timed", file=sys.stderr)
+    print(path)
+    return 1 if wrong else 0
