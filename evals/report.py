@@ -6,7 +6,9 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from .schema import (
     SCHEMA,
@@ -107,6 +109,23 @@ def nats(x: float | None) -> str:
     return f"{x:.2e}" if x < 1e-3 else f"{x:.3g}"
 
 
+def finite_kld(x: float | None) -> bool:
+    """True for a divergence that can be plotted."""
+    return x is not None and math.isfinite(x)
+
+
+def group_of(a: ArmRecord) -> str:
+    """What kind of storage an arm is: fp32, per-step (rounded at every token), planar, published
+    (checkpoint and copy) or shared (one state, replayed)."""
+    if a.config is None or a.role in ("reference", "floor"):
+        return "fp32"
+    if a.config["buffer_len"] == 1:
+        return "per-step"
+    if a.config["output_dtype"] is None:
+        return "planar"
+    return "shared" if a.config["output_dtype"] == "same" else "published"
+
+
 def percent(x: float | None, digits: int = 1) -> str:
     return "–" if x is None else f"{100 * x:.{digits}f}"
 
@@ -144,7 +163,185 @@ def _verdict(c: Comparison) -> str:
     return f"{c.verdict}, within noise" if within_noise(c) else c.verdict
 
 
+@cache
+def recipe_digests(model_type: str) -> dict[str, list[str]]:
+    """Recipes of a model family whose layers are all alike: labels by the digest of their arm."""
+    from .. import recipe as recipes
+    from .arms import Arm
+
+    family = None
+    for path in recipes.shipped().values():
+        found = recipes.read(path)
+        match = found.match
+        if model_type in (match.model_type or ()) and match.name is None:
+            family = family or found
+    out: dict[str, list[str]] = {}
+    for resolved in [] if family is None else recipes.variants(family):
+        if not resolved.settings.get("layers"):
+            digest = Arm("", "candidate", resolved.config()).digest
+            out.setdefault(digest, []).append(resolved.label)
+    return out
+
+
+def recipes_of(a: ArmRecord, model: ModelRecord) -> list[str]:
+    """Labels of the shipped recipes that store the state as this arm does."""
+    return [a.recipe] if a.recipe else recipe_digests(model.model_type).get(a.digest, [])
+
+
+def without_evidence(run: RunRecord) -> list[str]:
+    """A line for each recipe that a run used on a model without a committed result of it."""
+    from .. import recipe as recipes
+
+    lines = []
+    for a in run.arms:
+        for model in run.models if a.recipe else ():
+            if model.name not in a.bytes:
+                continue
+            try:
+                known = recipes.resolve(a.recipe).has_evidence(model.name)
+            except ValueError:  # a recipe file of the user's own that is not here any more
+                known = False
+            if not known:
+                lines.append(
+                    f"- recipe {a.recipe} has no committed evidence on {model.name}: what is "
+                    "measured here is all there is"
+                )
+    return lines
+
+
+def worst(found: Sequence[Comparison]) -> str:
+    """One verdict for an arm's comparisons: an unlearned task says nothing beside a learned one."""
+    verdicts = {c.verdict for c in found}
+    for verdict in ("FAIL", "INCONCLUSIVE", "PASS", "NOT-LEARNED"):
+        if verdict in verdicts:
+            return verdict
+    return "INCONCLUSIVE"
+
+
+def overview(run: RunRecord, model: ModelRecord) -> list[dict[str, Any]]:
+    """A row an arm: bits and bytes, divergence on the first task that has one, accuracy on the
+    first that has one, tokens generated, the worst verdict of all tasks."""
+    rows = []
+    for a in run.arms:
+        found = [c for c in run.comparisons if (c.model, c.arm) == (model.name, a.name)]
+        if not found or model.name not in a.bytes:
+            continue
+        size_of = a.bytes[model.name]
+        likelihood = {t.name for t in run.tasks if t.scored == "likelihood"}
+        order = {t.name: i for i, t in enumerate(run.tasks)}
+        found.sort(key=lambda c: order[c.task])
+        kld = next((c for c in found if c.kld is not None), None)
+        task = next((c for c in found if c.task not in likelihood), None)
+        rows.append(
+            {
+                "state": label_of(a),
+                "group": group_of(a),
+                "recipes": recipes_of(a, model),
+                "bits": 8 * (size_of.stored - size_of.ring) / max(model.state_elements, 1),
+                "bytes": size_of.stored,
+                "ratio": size_of.ratio,
+                "kld_task": kld.task if kld else None,
+                "kld": kld.kld.mean if kld and kld.kld else None,
+                "kld_p99": kld.kld.p99 if kld and kld.kld else None,
+                "kld_floor": kld.kld_floor if kld else None,
+                "top1": kld.top1.value if kld and kld.top1 else None,
+                "accuracy_task": task.task if task else None,
+                "accuracy_fp32": task.reference_accuracy if task else None,
+                "accuracy": task.accuracy if task else None,
+                "delta": task.delta.value if task else None,
+                "delta_low": task.delta.low if task else None,
+                "delta_high": task.delta.high if task else None,
+                "flips_worse": task.flips_worse if task else None,
+                "flips_better": task.flips_better if task else None,
+                "tokens_fp32": sum(c.reference_tokens_generated for c in found),
+                "tokens": sum(c.tokens_generated for c in found),
+                "seeds": max(len(c.seeds) for c in found),
+                "verdict": "noise floor" if a.role == "floor" else worst(found),
+            }
+        )
+    return rows
+
+
+OVERVIEW = (
+    "state",
+    "verdict",
+    "bits",
+    "state a request",
+    "ratio",
+    "KLD",
+    "p99",
+    "floor",
+    "top-1 %",
+    "fp32 -> it %",
+    "points [95 %]",
+    "flips",
+    "tokens",
+    "recipe",
+)
+
+
+def overview_cells(row: dict[str, Any]) -> list[str]:
+    """The cells of ``OVERVIEW`` for a row of ``overview``."""
+    accuracy = delta = flips = "–"
+    if row["accuracy"] is not None:
+        accuracy = f"{percent(row['accuracy_fp32'])} -> {percent(row['accuracy'])}"
+        flips = f"{row['flips_worse']} / {row['flips_better']}"
+        delta = "not finite"
+        if all(map(math.isfinite, (row["delta"], row["delta_low"], row["delta_high"]))):
+            low, high = 100 * row["delta_low"], 100 * row["delta_high"]
+            delta = f"{100 * row['delta']:+.1f} [{low:+.1f}, {high:+.1f}]"
+    tokens = "–"
+    if row["tokens_fp32"] or row["tokens"]:
+        tokens = f"{row['tokens_fp32']} -> {row['tokens']}"
+    return [
+        row["state"],
+        row["verdict"],
+        f"{row['bits']:.2f}",
+        size(row["bytes"]),
+        f"{row['ratio']:.2f}x",
+        nats(row["kld"]),
+        nats(row["kld_p99"]),
+        nats(row["kld_floor"]),
+        percent(row["top1"], 2),
+        accuracy,
+        delta,
+        flips,
+        tokens,
+        ", ".join(row["recipes"]) or "–",
+    ]
+
+
+def overview_note(run: RunRecord, model: ModelRecord) -> str:
+    """What the columns of the overview are measured on."""
+    rows = overview(run, model)
+    divergence = next((r["kld_task"] for r in rows if r["kld_task"]), None)
+    accuracy = next((r["accuracy_task"] for r in rows if r["accuracy_task"]), None)
+    parts = ["bits: of checkpoint, copy and scales an element; bytes and ratio with the ring"]
+    if divergence:
+        parts.append(f"KLD and top-1: task {divergence}")
+    if accuracy:
+        parts.append(f"accuracy and flips (right to wrong / wrong to right): task {accuracy}")
+    parts.append("tokens: generated by free-running tasks, fp32 -> it")
+    parts.append("verdict: the worst over all tasks")
+    return "; ".join(parts) + "."
+
+
+Table = tuple[list[str], list[list[str]]]
+
+
+def label_of(a: ArmRecord) -> str:
+    """The arm's name in tables; where a single layer is stored so, with that layer."""
+    if a.layers is not None and len(a.layers) == 1:
+        return f"layer {next(iter(a.layers))}: {a.label}"
+    return a.label
+
+
 def task_table(run: RunRecord, model: ModelRecord, task: TaskRecord) -> str:
+    """The first of ``task_tables`` as Markdown."""
+    return markdown_table(*_task_rows(run, model, task))
+
+
+def _task_rows(run: RunRecord, model: ModelRecord, task: TaskRecord) -> Table:
     """One row an arm: state, bytes, divergence, accuracy fp32 -> arm, delta, verdict."""
     rows = []
     found = _find(run, model.name, task.name)
@@ -158,7 +355,7 @@ def task_table(run: RunRecord, model: ModelRecord, task: TaskRecord) -> str:
     for c in found:
         a = _arm(run, c.arm)
         stored = a.bytes[model.name]
-        row = [a.label, size(stored.stored), f"{stored.ratio:.2f}x"]
+        row = [label_of(a), size(stored.stored), f"{stored.ratio:.2f}x"]
         if stream:
             row += [nats(c.kld.mean if c.kld else None), nats(c.kld.p99 if c.kld else None)]
             row.append(percent(c.top1.value if c.top1 else None, 2))
@@ -173,10 +370,18 @@ def task_table(run: RunRecord, model: ModelRecord, task: TaskRecord) -> str:
                 percent(c.divergence, 0),
             ]
         rows.append([*row, _verdict(c)])
-    return markdown_table(head, rows)
+    return head, rows
 
 
-def _task_note(run: RunRecord, model: str, task: TaskRecord) -> str:
+def task_tables(run: RunRecord, model: ModelRecord, task: TaskRecord) -> list[Table]:
+    """A task's tables: results, divergence by position (if it has positions), exercise."""
+    if not _find(run, model.name, task.name):
+        return []
+    tables = [_task_rows(run, model, task), _position_rows(run, model.name, task)]
+    return [t for t in (*tables, _evidence_rows(run, model.name, task)) if t[1]]
+
+
+def task_note(run: RunRecord, model: str, task: TaskRecord) -> str:
     first = next(iter(_find(run, model, task.name)), None)
     if first is None:
         return ""
@@ -203,7 +408,7 @@ def terminal(run: RunRecord) -> str:
             if not _find(run, model.name, task.name):
                 continue
             parts.append(f"### {model.name}, {task.name}")
-            parts.append(_task_note(run, model.name, task))
+            parts.append(task_note(run, model.name, task))
             parts.append(task_table(run, model, task))
     parts += notes(run)
     return "\n\n".join(p for p in parts if p)
@@ -214,7 +419,7 @@ def notes(run: RunRecord) -> list[str]:
     lines = []
     candidates = [c for c in run.comparisons if c.role == "candidate"]
     reasons = [
-        f"- {c.verdict}: {c.model}, {c.task}, {_arm(run, c.arm).label}: {c.reason}"
+        f"- {c.verdict}: {c.model}, {c.task}, {label_of(_arm(run, c.arm))}: {c.reason}"
         for c in candidates
         if c.verdict != "PASS"
     ]
@@ -230,6 +435,9 @@ def notes(run: RunRecord) -> list[str]:
     seeds = run.settings.get("seeds", [])
     if any(a.rounds for a in run.arms) and len(seeds) < 3:
         text += " Fewer than three rounding seeds: the spread between seeds is not known."
+    missing = without_evidence(run)
+    if missing:
+        lines.insert(0, "\n".join(missing))
     if run.limited:
         text += " Limited to fewer documents than the suite has: not a result to quote."
     lines.append(text)
@@ -259,7 +467,7 @@ def summary(run: RunRecord) -> str:
         found = {c.model: c for c in run.comparisons if (c.task, c.arm) == (task.name, a.name)}
         if not found:
             continue
-        row = [a.label]
+        row = [label_of(a)]
         for model in run.models:
             c = found.get(model.name)
             if c is None:
@@ -298,21 +506,21 @@ def results_page(runs: dict[str, RunRecord]) -> str:
     return "\n\n".join(parts)
 
 
-def _position_table(run: RunRecord, model: str, task: TaskRecord) -> str:
+def _position_rows(run: RunRecord, model: str, task: TaskRecord) -> Table:
     found = [c for c in _find(run, model, task.name) if c.buckets]
     if not found:
-        return ""
+        return [], []
     spans = [(b.low, b.high) for b in found[0].buckets]
     head = ["KLD by position", *(f"{low}–{high - 1}" for low, high in spans), "slope"]
     rows = []
     for c in found:
         by_span = {(b.low, b.high): b.kld for b in c.buckets}
         slope = "–" if c.kld_slope is None else f"{c.kld_slope:.2f}"
-        rows.append([_arm(run, c.arm).label, *(nats(by_span.get(s)) for s in spans), slope])
-    return markdown_table(head, rows)
+        rows.append([label_of(_arm(run, c.arm)), *(nats(by_span.get(s)) for s in spans), slope])
+    return head, rows
 
 
-def _evidence_table(run: RunRecord, model: str, task: TaskRecord) -> str:
+def _evidence_rows(run: RunRecord, model: str, task: TaskRecord) -> Table:
     head = ["state", "right -> wrong", "wrong -> right", "p", "seed SD", "flushes/doc", "read", "%"]
     generates = task.kind != "stream"
     head += ["tokens fp32 -> it"] if generates else []
@@ -322,7 +530,7 @@ def _evidence_table(run: RunRecord, model: str, task: TaskRecord) -> str:
         e = c.exercise
         rows.append(
             [
-                _arm(run, c.arm).label,
+                label_of(_arm(run, c.arm)),
                 str(c.flips_worse),
                 str(c.flips_better),
                 f"{c.p_value:.2g}",
@@ -334,37 +542,43 @@ def _evidence_table(run: RunRecord, model: str, task: TaskRecord) -> str:
         )
         if generates:
             rows[-1].append(f"{c.reference_tokens_generated} -> {c.tokens_generated}")
-    return markdown_table(head, rows)
+    return head, rows
 
 
-def markdown(run: RunRecord) -> str:
-    """The full report: tables, divergence by position, flips and exercise, what it was run with."""
+def made_with(run: RunRecord) -> str:
+    """Verdict, suite, versions, hardware and date of a run in one line."""
     e = run.environment
     packages = ", ".join(f"{k} {v}" for k, v in e.packages.items())
     commit = (
         f"commit {e.commit[:12]}{' (modified)' if e.dirty else ''}" if e.commit else "no commit"
     )
-    parts = [
-        "# State evaluation",
+    return (
         f"{summary_line(run)}. Suite {run.suite}; toolkit {e.toolkit}, {commit}; {e.hardware}, "
-        f"{e.threads} threads; Python {e.python}, {packages}; {run.created}.",
-    ]
+        f"{e.threads} threads; Python {e.python}, {packages}; {run.created}."
+    )
+
+
+def model_line(model: ModelRecord) -> str:
+    """What a model is, in one line."""
+    return (
+        f"{model.model_type}, {model.parameters / 1e6:.2f} M parameters in {model.dtype}, "
+        f"{model.recurrent_layers} recurrent layers with {model.state_elements} state elements a "
+        f"request; weights {model.weights}."
+    )
+
+
+def markdown(run: RunRecord) -> str:
+    """The full report: tables, divergence by position, flips and exercise, what it was run with."""
+    parts = ["# State evaluation", made_with(run)]
     for model in run.models:
-        parts.append(
-            f"## {model.name}\n\n{model.model_type}, {model.parameters / 1e6:.2f} M parameters in "
-            f"{model.dtype}, {model.recurrent_layers} recurrent layers with "
-            f"{model.state_elements} state elements a request; weights {model.weights}."
-        )
+        rows = [overview_cells(r) for r in overview(run, model)]
+        parts.append(f"## {model.name}\n\n{model_line(model)}")
+        parts += [markdown_table(OVERVIEW, rows), overview_note(run, model)]
         for task in run.tasks:
-            if not _find(run, model.name, task.name):
-                continue
-            parts += [
-                f"### {task.name}",
-                _task_note(run, model.name, task) + ".",
-                task_table(run, model, task),
-                _position_table(run, model.name, task),
-                _evidence_table(run, model.name, task),
-            ]
+            tables = task_tables(run, model, task)
+            if tables:
+                parts += [f"### {task.name}", task_note(run, model.name, task) + "."]
+                parts += [markdown_table(*t) for t in tables]
     parts += ["## Reading the tables", *notes(run)]
     parts.append(
         "Flips are summed over rounding seeds. `seed SD`: of the accuracy between rounding seeds, "

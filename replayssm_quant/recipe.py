@@ -434,6 +434,12 @@ def _resolve(recipe: Recipe, variant: str) -> ResolvedRecipe:
     return resolved
 
 
+def variants(recipe: Recipe) -> list[ResolvedRecipe]:
+    """Every variant of a recipe, the default first. Raises RecipeError."""
+    names = [n for n in _flatten(recipe)[1] if n != DEFAULT_VARIANT]
+    return [_resolve(recipe, n) for n in (DEFAULT_VARIANT, *names)]
+
+
 def resolve(name: str, model_config: Any = None, model_name: str = "") -> ResolvedRecipe:
     """``family``, ``family/variant``, a .yaml path (``file.yaml/variant``), or ``auto[/variant]``.
 
