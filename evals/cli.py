@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import models
 from ..config import StateConfig
-from . import report, runner
+from . import report, runner, vllm
 from . import suite as suites
 from .arms import parse_arm
 
@@ -60,10 +60,11 @@ def _state(args: argparse.Namespace) -> tuple[dict[str, Any], StateConfig | None
 
 def request(args: argparse.Namespace, command: list[str]) -> runner.Request:
     """The request that the arguments make. Raises ValueError."""
-    if args.backend == "vllm":
-        raise ValueError("backend 'vllm' cannot evaluate yet; use --backend hf")
-    if args.backend != "hf":
-        raise ValueError(f"unknown backend '{args.backend}'; use hf")
+    if args.backend not in ("hf", "vllm"):
+        raise ValueError(f"unknown backend '{args.backend}'; use hf or vllm")
+    if args.backend == "hf" and (args.vllm_python or args.vllm_args):
+        flag = "--vllm-python" if args.vllm_python else "--vllm-args"
+        raise ValueError(f"{flag} needs --backend vllm")
     base, candidate = _state(args)
     named = [models.resolve(name) for name in _split(args.model)] or models.default_models()
     ours = all(m.source == "shipped" for m in named)
@@ -77,6 +78,9 @@ def request(args: argparse.Namespace, command: list[str]) -> runner.Request:
 
             known = lm_tasks.task_names()
         tasks = suites.pick(names, suite, known)
+    if args.backend == "vllm":
+        vllm.engine_arguments(args.vllm_args)
+        tasks = vllm.choose(tasks, named=bool(names))
     seeds = _seeds(args.seeds) if args.seeds is not None else suite.seeds or (0, 1, 2)
     extra = [parse_arm(text, base) for text in _split(args.arms)]
     if args.margin is not None and not 0 < args.margin < 100:
@@ -102,6 +106,9 @@ def request(args: argparse.Namespace, command: list[str]) -> runner.Request:
         out=None if args.out is None else Path(args.out),
         jobs=args.jobs,
         command=tuple(command),
+        backend=args.backend,
+        vllm_python=args.vllm_python or sys.executable,
+        vllm_args=args.vllm_args,
     )
 
 

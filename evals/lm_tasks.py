@@ -283,12 +283,8 @@ class TaskRunner:
 
     def measure(self, loaded: LoadedModel, one: Arm, seed: int, options: Options, key: str) -> Unit:
         """One arm and rounding seed on the task. Raises MeasureError or SuiteError."""
-        from lm_eval import simple_evaluate
-
         from .lm import ReplayLM
-        from .measure import check_exercised, exercise
 
-        began = time.perf_counter()
         batch = one.batch_size or options.batch_size
         with _quiet_lm_eval():
             lm = ReplayLM(
@@ -300,6 +296,19 @@ class TaskRunner:
                 batch_size=batch,
             )
             lm.quiet = True
+        return self.measure_with(lm, loaded.resolved.name, one, seed, key, options.path)
+
+    def measure_with(self, lm: Any, model: str, one: Arm, seed: int, key: str, path: str) -> Unit:
+        """One unit of the task from an lm-eval model that counts what it does as ``ReplayLM``.
+
+        path: how given text is scored. Raises MeasureError or SuiteError.
+        """
+        from lm_eval import simple_evaluate
+
+        from .measure import check_exercised, exercise
+
+        began = time.perf_counter()
+        with _quiet_lm_eval():
             found = simple_evaluate(
                 model=lm,
                 tasks=[self.task],
@@ -343,12 +352,12 @@ class TaskRunner:
             len(samples),
             lm.generated if generates else lm.scored,
             lm.generated if generates else lm.decoded,
-            "decode" if generates else options.path,
+            "decode" if generates else path,
         )
-        check_exercised(one, used, f"{loaded.resolved.name}, {info.name}, {one.label}")
+        check_exercised(one, used, f"{model}, {info.name}, {one.label}")
         record = UnitRecord(
             key=key,
-            model=loaded.resolved.name,
+            model=model,
             task=info.name,
             arm=one.name,
             seed=seed,

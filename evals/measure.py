@@ -19,6 +19,8 @@ from .signals import Reference, TokenSignals, join, signals
 from .store import Unit
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from ..models import LoadedModel
 
 Tick = Callable[[int], None]
@@ -278,6 +280,28 @@ def measure_prompts(
             add_counts(counts, stats)
         outputs += [row.numpy() for row in found]
         tick(len(ids))
+    return prompt_unit(
+        loaded.resolved.name, docs, arm, seed, key, outputs, stop, tokenizer, counts, began
+    )
+
+
+def prompt_unit(
+    model: str,
+    docs: Prompts,
+    arm: Arm,
+    seed: int,
+    key: str,
+    outputs: list[np.ndarray],
+    stop: set[int],
+    tokenizer: PreTrainedTokenizerBase,
+    counts: dict[int, dict[str, int]],
+    began: float,
+) -> Unit:
+    """The unit of generated answers (token ids, cut here at the first of ``stop``).
+
+    counts: of each layer. began: when the measurement did, by ``time.perf_counter``. Raises
+    MeasureError for an arm whose state was never read.
+    """
     samples: list[dict[str, Any]] = []
     generated = 0
     for b, (output, target) in enumerate(zip(outputs, docs.targets, strict=True)):
@@ -303,10 +327,10 @@ def measure_prompts(
         )
     answers = sum(s["answers"] for s in samples)
     used = exercise(counts, len(docs), answers, answers, "decode")
-    check_exercised(arm, used, f"{loaded.resolved.name}, {docs.task}, {arm.label}")
+    check_exercised(arm, used, f"{model}, {docs.task}, {arm.label}")
     record = UnitRecord(
         key=key,
-        model=loaded.resolved.name,
+        model=model,
         task=docs.task,
         arm=arm.name,
         seed=seed,

@@ -77,6 +77,9 @@ class Request:
     out: Path | None = None
     jobs: int | None = None
     command: tuple[str, ...] = ()
+    backend: str = "hf"
+    vllm_python: str = sys.executable
+    vllm_args: str | None = None
 
 
 @dataclass
@@ -172,6 +175,10 @@ def plan(request: Request) -> Plan:
             arms[model.name] = arms_for(request, geometry, model.config, model.name)
         except ValueError as error:
             raise ValueError(f"model {model.name}: {error}") from None
+    if request.backend == "vllm":
+        from .vllm import check
+
+        check(request)
     if any(s.kind == "lm_eval" for s in specs):
         from .lm_tasks import check_tasks
 
@@ -214,7 +221,8 @@ class ModelOutcome:
     keys: list[tuple[str, str, int, str]] = field(default_factory=list)
 
 
-def _seeds(one: Arm, seeds: Sequence[int]) -> Sequence[int]:
+def seeds_of(one: Arm, seeds: Sequence[int]) -> Sequence[int]:
+    """The rounding seeds of an arm: one where no random bits are drawn."""
     return seeds if one.rounds else seeds[:1]
 
 
@@ -241,6 +249,11 @@ def run_model(plan: Plan, index: int, folder: Path, tick: Callable[[int], None])
     drop_checkout()
     from ..models import quiet
 
+    if plan.request.backend == "vllm":
+        from .vllm import run_model as run_engines
+
+        with quiet():
+            return run_engines(plan, index, folder, tick)
     with quiet():
         return _run_model(plan, index, folder, tick)
 
@@ -317,7 +330,7 @@ def _run_model(plan: Plan, index: int, folder: Path, tick: Callable[[int], None]
             if number == 0:
                 continue
             part = docs if docs is None else docs.first(number)
-            for seed in _seeds(one, request.seeds):
+            for seed in seeds_of(one, request.seeds):
                 key = unit_key(
                     {
                         **common,
@@ -329,7 +342,7 @@ def _run_model(plan: Plan, index: int, folder: Path, tick: Callable[[int], None]
                         "prefill": options.prefill,
                         "path": options.path,
                         **({"states": spec.states} if spec.states is not None else {}),
-                        "data": _data_digest(spec, request),
+                        "data": task_digest(spec, request),
                     }
                 )
                 outcome.keys.append((record.name, one.name, seed, key))
@@ -362,7 +375,8 @@ def _run_model(plan: Plan, index: int, folder: Path, tick: Callable[[int], None]
     return outcome
 
 
-def _data_digest(spec: TaskSpec, request: Request) -> str:
+def task_digest(spec: TaskSpec, request: Request) -> str:
+    """Digest of a task's local data files."""
     if spec.kind != "lm_eval" or request.data_dir is None:
         return ""
     from .lm_tasks import data_digest
@@ -397,6 +411,8 @@ def _jobs(request: Request) -> int:
     """Worker processes: one a model on a CPU, as long as torch has not been loaded here (a process
     with torch's threads must not be forked)."""
     wanted = request.jobs if request.jobs is not None else _cpus()
+    if request.backend == "vllm":  # engines have processes of their own
+        return 1
     if request.device not in ("auto", "cpu") or "torch" in sys.modules:
         return 1
     if request.device == "auto" and Path("/dev/nvidiactl").exists():
@@ -506,7 +522,7 @@ def run(plan: Plan, quiet: bool = False) -> RunRecord:
             )
         folder.mkdir(parents=True, exist_ok=True)
         total = sum(
-            (documents_for(plan, spec, one) or 0) * len(_seeds(one, request.seeds))
+            (documents_for(plan, spec, one) or 0) * len(seeds_of(one, request.seeds))
             for arms in plan.arms.values()
             for one in arms or reference_arms(1)
             for spec in plan.specs
@@ -558,6 +574,7 @@ def _assemble(
     outcomes_of_gates = _gates(plan, units, list(arms.values()), [o.model for o in outcomes])
     written: list[ArmRecord] = [a.record(sizes[a.name], request.batch_size) for a in arms.values()]
     first = outcomes[0].environment
+    engines = request.backend == "vllm"
     return RunRecord(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=list(request.command),
@@ -573,6 +590,7 @@ def _assemble(
             "jobs": jobs,
             "recipe": request.recipe,
             "data_seed": DATA_SEED,
+            **({"backend": "vllm", "vllm_args": request.vllm_args} if engines else {}),
         },
         models=[o.model for o in outcomes],
         tasks=plan.tasks,

@@ -37,7 +37,9 @@ def parser() -> argparse.ArgumentParser:
     add("--arms", action="append", metavar="A,B", help="more arms: UPDATE[:OUTPUT][:rn][:rot][@L]")
     add("--seeds", default=None, metavar="0,1,2", help="rounding seeds")
     add = p.add_argument_group("how").add_argument
-    add("--backend", default="hf", help="hf")
+    add("--backend", default="hf", help="hf (transformers), or vllm for tasks that generate")
+    add("--vllm-python", metavar="FILE", help="interpreter that has vLLM (default: this one)")
+    add("--vllm-args", metavar="JSON", help="more arguments of vllm.LLM")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--dtype", default="auto", help="of the model: auto, fp32, bf16 or fp16")
     add("--batch-size", type=int, default=8)

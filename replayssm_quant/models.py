@@ -150,7 +150,7 @@ def weights_digest(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _hub_folder(location: str, code: bool) -> Path:
+def hub_folder(location: str, code: bool) -> Path:
     """Download a hub model, or find it in the cache: never its pickles, its code only if asked."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -206,7 +206,7 @@ def load(
         raise ModelError(f"unknown model dtype '{dtype}'; use {', '.join(DTYPES)}")
     folder = Path(resolved.location)
     if resolved.source == "hub":
-        folder = _hub_folder(resolved.location, trust_remote_code)
+        folder = hub_folder(resolved.location, trust_remote_code)
     config = check_folder(folder)
     if config.get("auto_map") and not trust_remote_code:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING

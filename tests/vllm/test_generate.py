@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from replayssm_quant.backends.vllm.generate import Completion, _cause, generate, plugin_site
+from replayssm_quant.backends.vllm.generate import (
+    Completion,
+    Session,
+    _cause,
+    generate,
+    plugin_site,
+    probe,
+)
 
 
 def test_the_site_folder_holds_the_package_and_its_entry_point(tmp_path: Path) -> None:
@@ -42,12 +49,22 @@ def test_unusable_arguments_are_refused(prompts, arms, seeds, message) -> None:
         generate("m", prompts, arms, seeds=seeds)
 
 
-def test_an_interpreter_without_vllm_is_named_in_the_error(tmp_path: Path) -> None:
-    python = tmp_path / "python"  # one that sees the standard library alone
-    python.write_text(f'#!/bin/sh\nexec {sys.base_prefix}/bin/python3 -S "$@"\n')
-    python.chmod(0o755)
-    with pytest.raises(RuntimeError, match=r"vLLM failed \(a\): No module named"):
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    """An interpreter that sees the standard library alone."""
+    path = tmp_path / "python"
+    path.write_text(f'#!/bin/sh\nexec {sys.base_prefix}/bin/python3 -S "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+def test_an_interpreter_without_vllm_is_named_in_the_error(python: Path) -> None:
+    with pytest.raises(RuntimeError, match="arm a: vLLM failed: No module named"):
         generate("m", [[1]], {"a": None}, python=str(python))
+    with pytest.raises(ValueError, match=r"cannot run vLLM \(No module named.*vLLM 0.32 or 0.33"):
+        probe(str(python))
+    with pytest.raises(ValueError, match="interpreter '/no/python' does not run"):
+        probe("/no/python")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +102,6 @@ def test_arms_pair_up_and_differ_only_by_the_state(
         gaps=True,
         engine={"enforce_eager": True, "max_model_len": 256, "dtype": "float32"},
         env=cpu_environment,
-        isolate=False,
     )
     assert list(found) == list(arms)
     assert [c.token_ids for c in found["plain"].completions] == [
@@ -111,3 +127,26 @@ def test_a_refusal_of_the_plugin_comes_back_as_one_line(
             env=cpu_environment,
         )
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_a_session_answers_until_it_is_closed(
+    vllm_python: str, tiny_models: dict[str, Path], cpu_environment: dict[str, str]
+) -> None:
+    found = probe(vllm_python)
+    assert found["vllm"].startswith("0.3") and found["torch"] and found["hardware"]
+    with Session(
+        str(tiny_models["nemotron_h"]),
+        {"update_dtype": "fp32"},
+        python=vllm_python,
+        tokenizer=False,
+        engine={"enforce_eager": True, "max_model_len": 256, "dtype": "float32"},
+        env=cpu_environment,
+    ) as session:
+        first = session.answer([[65, 66], [67]], max_tokens=5, ignore_eos=True)
+        again = session.answer([[67], [65, 66]], max_tokens=7, ignore_eos=True)
+    ids = [c.token_ids for c in again.completions]
+    assert [x[:5] for x in reversed(ids)] == [c.token_ids for c in first.completions]
+    assert [len(x) for x in ids] == [7, 7]
+    with pytest.raises(RuntimeError, match="vLLM"):
+        session.answer([[1]])

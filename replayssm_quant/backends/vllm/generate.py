@@ -1,14 +1,15 @@
 """Generation through vLLM with and without the plugin, as a function of any interpreter.
 
-vLLM pins its own torch, so it often lives in another environment. ``generate`` starts that
-environment's interpreter, which need not have this package installed, and gets JSON back.
+vLLM pins its own torch, so it often lives in another environment. ``Session`` and ``generate``
+start that environment's interpreter, which need not have this package installed, and get JSON back.
 """
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from ..._paths import drop_checkout
 from .options import KEY
 
 Prompt = str | Sequence[int]
+MODULE = "replayssm_quant.backends.vllm.generate"
 ENTRY_POINTS = f"[vllm.general_plugins]\n{KEY} = replayssm_quant.backends.vllm.plugin:register\n"
 
 
@@ -67,6 +69,139 @@ def environment(site: Path, extra: Mapping[str, str] | None = None) -> dict[str,
     return env | dict(extra or {})
 
 
+def probe(python: str) -> dict[str, str]:
+    """``installed`` of another interpreter. Raises ValueError where it cannot run vLLM."""
+    with tempfile.TemporaryDirectory() as name:
+        try:
+            done = subprocess.run(
+                [python, "-m", MODULE, "--installed"],
+                cwd=name,
+                env=environment(plugin_site(Path(name) / "site")),
+                capture_output=True,
+                text=True,
+                timeout=300,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise ValueError(f"interpreter '{python}' does not run ({error})") from None
+        if done.returncode != 0:
+            log = Path(name) / "log.txt"
+            log.write_text(done.stdout + done.stderr)
+            raise ValueError(
+                f"interpreter '{python}' cannot run vLLM ({_cause(log)}); give the python of an "
+                "environment with vLLM 0.32 or 0.33"
+            )
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+class Session:
+    """One vLLM engine in a process of its own, which answers prompts until it is closed.
+
+    model: a local folder, or a hub id. options: the plugin's, None for plain vLLM with an fp32
+    state. python: interpreter that has vLLM. tokenizer: whether vLLM loads it, as texts and stop
+    strings need. engine: more arguments of ``vllm.LLM``. Raises RuntimeError with the line of the
+    log that says why, if the engine does not start in ``timeout`` seconds.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        options: Mapping[str, Any] | None,
+        *,
+        python: str = sys.executable,
+        tokenizer: bool = True,
+        engine: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 3600.0,
+    ):
+        self._folder = tempfile.TemporaryDirectory(prefix="replayssm-vllm-")
+        self._path, self._count, self._timeout = Path(self._folder.name), 0, timeout
+        self._log = self._path / "log.txt"
+        job = {"model": model, "options": None if options is None else dict(options)}
+        job["engine"] = {"skip_tokenizer_init": not tokenizer, **(engine or {})}
+        (self._path / "job.json").write_text(json.dumps(job))
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [python, "-m", MODULE, str(self._path)],
+                cwd=self._path,
+                env=environment(plugin_site(self._path / "site"), env),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        try:
+            self.made_with: dict[str, str] = self._wait("ready")
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait(self, name: str) -> Any:
+        end = time.monotonic() + self._timeout
+        out = self._path / f"{name}.json"
+        while not out.is_file():
+            if self._process.poll() is not None and not out.is_file():
+                raise RuntimeError(f"vLLM failed: {_cause(self._log)}")
+            if time.monotonic() > end:
+                raise RuntimeError(f"vLLM gave no answer in {self._timeout:.0f} s")
+            time.sleep(0.05)
+        return json.loads(out.read_text())
+
+    def answer(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_tokens: int = 64,
+        stop: Sequence[str] = (),
+        temperature: float = 0.0,
+        seeds: Sequence[int] | None = None,
+        gaps: bool = False,
+        ignore_eos: bool = False,
+    ) -> ArmResult:
+        """Answers in the order of the prompts. seeds: as in ``generate``."""
+        if not self._path.is_dir():
+            raise RuntimeError("this vLLM session is closed; make another")
+        self._count += 1
+        job = {
+            "prompts": [p if isinstance(p, str) else list(p) for p in prompts],
+            "sampling": {
+                "max_tokens": max_tokens,
+                "temperature": temperature,
+                "stop": list(stop),
+                "ignore_eos": ignore_eos,
+            },
+            "seeds": None if seeds is None else list(seeds),
+            "gaps": gaps,
+        }
+        name = f"answer{self._count}"
+        (self._path / f"{name}-job.json").write_text(json.dumps(job))
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it died: _wait says why
+            self._process.stdin.write(f"{name}\n")
+            self._process.stdin.flush()
+        found = self._wait(name)
+        completions = [Completion(**c) for c in found["completions"]]
+        made = self.made_with
+        return ArmResult(completions, found["seconds"], made["vllm"], made["runner"])
+
+    def close(self) -> None:
+        """End the process and wait for it, so that its memory is free."""
+        with contextlib.suppress(OSError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        for end in (lambda: None, self._process.terminate, self._process.kill):
+            end()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(20)
+                break
+        self._folder.cleanup()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+
 def generate(
     model: str,
     prompts: Sequence[Prompt],
@@ -81,18 +216,14 @@ def generate(
     ignore_eos: bool = False,
     engine: Mapping[str, Any] | None = None,
     env: Mapping[str, str] | None = None,
-    isolate: bool = True,
     timeout: float = 3600.0,
 ) -> dict[str, ArmResult]:
     """Answers to the prompts from each arm, in the order of the prompts, so that arms pair up.
 
-    model: a local folder, or a hub id. prompts: texts, or token ids (then vLLM loads no tokenizer
-    unless ``stop`` needs one). arms: name -> the plugin's options (``options``), None for plain
-    vLLM with an fp32 state. python: interpreter that has vLLM. seeds: sampling seed of each prompt,
-    which the random keys of a split state follow too where vLLM shows it. engine: more arguments of
-    ``vllm.LLM``. isolate: a process for each arm, else one after the other in one process.
-    Raises ValueError for unusable arguments, RuntimeError with the last line of the log if an arm
-    fails.
+    prompts: texts, or token ids (then vLLM loads no tokenizer unless ``stop`` needs one). arms:
+    name -> the plugin's options, None for plain vLLM. seeds: sampling seed of each prompt, which
+    the random keys of a split state follow too where vLLM shows it. The rest as in ``Session``.
+    Raises ValueError for unusable arguments, RuntimeError if an arm fails.
     """
     if not prompts:
         raise ValueError("no prompts to generate from")
@@ -100,53 +231,24 @@ def generate(
         raise ValueError("no arms: give at least one, for example {'fp32': None}")
     if seeds is not None and len(seeds) != len(prompts):
         raise ValueError(f"{len(seeds)} seeds do not pair with {len(prompts)} prompts")
-    job = {
-        "model": model,
-        "prompts": [p if isinstance(p, str) else list(p) for p in prompts],
-        "sampling": {
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "stop": list(stop),
-            "ignore_eos": ignore_eos,
-        },
-        "seeds": None if seeds is None else list(seeds),
-        "gaps": gaps,
-        "engine": dict(engine or {}),
-    }
-    groups = [{k: v} for k, v in arms.items()] if isolate else [dict(arms)]
-    results: dict[str, ArmResult] = {}
-    for group in groups:
-        results |= _run(python, {**job, "arms": group}, env, timeout)
-    return results
-
-
-def _run(
-    python: str, job: dict[str, Any], env: Mapping[str, str] | None, timeout: float
-) -> dict[str, ArmResult]:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "job.json").write_text(json.dumps(job))
-        command = [python, "-m", "replayssm_quant.backends.vllm.generate"]
-        log = folder / "log.txt"
-        with log.open("w") as stream:
-            code = subprocess.run(
-                [*command, "job.json", "out.json"],
-                cwd=folder,
-                env=environment(plugin_site(folder / "site"), env),
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                timeout=timeout,
-            ).returncode
-        out = folder / "out.json"
-        if code != 0 or not out.is_file():
-            raise RuntimeError(f"vLLM failed ({', '.join(job['arms'])}): {_cause(log)}")
-        found = json.loads(out.read_text())
-    return {
-        arm: ArmResult(
-            [Completion(**c) for c in r["completions"]], r["seconds"], r["vllm"], r["runner"]
-        )
-        for arm, r in found.items()
-    }
+    tokenizer = bool(stop) or any(isinstance(p, str) for p in prompts)
+    common: dict[str, Any] = {"python": python, "tokenizer": tokenizer, "engine": engine}
+    found = {}
+    for name, options in arms.items():
+        try:
+            with Session(model, options, env=env, timeout=timeout, **common) as session:
+                found[name] = session.answer(
+                    prompts,
+                    max_tokens=max_tokens,
+                    stop=stop,
+                    temperature=temperature,
+                    seeds=seeds,
+                    gaps=gaps,
+                    ignore_eos=ignore_eos,
+                )
+        except RuntimeError as error:
+            raise RuntimeError(f"arm {name}: {error}") from None
+    return found
 
 
 def _cause(log: Path) -> str:
@@ -183,7 +285,7 @@ def _gaps(steps: Any) -> list[float]:
 def _answer(llm: Any, job: Mapping[str, Any]) -> list[dict[str, Any]]:
     from vllm import SamplingParams
 
-    ids_only = job["engine"]["skip_tokenizer_init"]
+    ids_only = llm.llm_engine.vllm_config.model_config.skip_tokenizer_init
     common = {**job["sampling"], "detokenize": not ids_only}
     if job["gaps"]:
         common["logprobs"] = 2
@@ -199,38 +301,54 @@ def _answer(llm: Any, job: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def work(job: dict[str, Any]) -> dict[str, Any]:
-    """Run a job's arms one after the other in this process."""
+def installed() -> dict[str, str]:
+    """What this interpreter computes with: versions, and the GPU's or the CPU's name."""
+    import torch
+    import transformers
     import vllm
 
-    needs_text = bool(job["sampling"]["stop"]) or any(isinstance(p, str) for p in job["prompts"])
-    job["engine"].setdefault("skip_tokenizer_init", not needs_text)
-    results = {}
-    for arm, options in job["arms"].items():
-        llm = make_llm(job["model"], options, job["engine"])
+    device = f"{platform.machine()} CPU ({torch.backends.cpu.get_cpu_capability()})"
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+    return {
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "hardware": device,
+    }
+
+
+def _write(path: Path, value: object) -> None:
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps(value))
+    os.replace(partial, path)
+
+
+def serve(folder: Path) -> None:
+    """Make the engine of ``job.json``, then answer each job that a line on stdin names."""
+    import vllm
+
+    job = json.loads((folder / "job.json").read_text())
+    llm = make_llm(job["model"], job["options"], job["engine"])
+    v2 = llm.llm_engine.vllm_config.use_v2_model_runner
+    _write(folder / "ready.json", {"vllm": vllm.__version__, "runner": "v2" if v2 else "v1"})
+    for line in sys.stdin:
+        name = line.strip()
+        asked = json.loads((folder / f"{name}-job.json").read_text())
         start = time.perf_counter()
-        completions = _answer(llm, job)
+        completions = _answer(llm, asked)
         seconds = time.perf_counter() - start
-        v2 = llm.llm_engine.vllm_config.use_v2_model_runner
-        results[arm] = {
-            "completions": completions,
-            "seconds": seconds,
-            "vllm": vllm.__version__,
-            "runner": "v2" if v2 else "v1",
-        }
-        del llm
-        gc.collect()
-    return results
+        _write(folder / f"{name}.json", {"completions": completions, "seconds": seconds})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``generate JOB.json OUT.json``, in the interpreter that has vLLM."""
+    """``generate FOLDER`` serves a ``Session``, ``generate --installed`` says what there is."""
     drop_checkout()
-    job, out = (Path(a) for a in (sys.argv[1:] if argv is None else argv))
-    found = work(json.loads(job.read_text()))
-    partial = out.with_suffix(".part")
-    partial.write_text(json.dumps(found))
-    os.replace(partial, out)
+    (what,) = sys.argv[1:] if argv is None else argv
+    if what == "--installed":
+        print(json.dumps(installed()))
+    else:
+        serve(Path(what))
     return 0
 
 

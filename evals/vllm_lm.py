@@ -1,0 +1,75 @@
+"""lm-eval's view of a vLLM engine: tasks that generate, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lm_eval.api.model import LM
+
+from ..config import StateConfig
+from .probes import short_hash
+from .vllm import counts, request_seed
+
+if TYPE_CHECKING:
+    from ..backends.vllm.generate import Session
+
+MAX_TOKENS = 256
+"""Tokens of an answer where a task names no limit, as in lm-eval's own models."""
+
+
+class VllmLM(LM):
+    """Greedy or sampled answers of one engine.
+
+    seed: rounding seed, which enters the sampling seed of every request. configs: the state of each
+    layer, for the counts.
+    """
+
+    def __init__(
+        self, session: Session, tokenizer: Any, seed: int, configs: Mapping[int, StateConfig]
+    ):
+        super().__init__()
+        self.session, self.tokenizer, self.seed, self.configs = session, tokenizer, seed, configs
+        self.counts: dict[int, dict[str, int]] = {}
+        self.scored = self.decoded = self.generated = 0
+
+    def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        raise NotImplementedError("vLLM answers tasks that generate; use --backend hf")
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        raise NotImplementedError("vLLM answers tasks that generate; use --backend hf")
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        """Answers in the order of the requests, cut at their stop strings."""
+        groups: dict[str, list[int]] = {}
+        for i, request in enumerate(requests):
+            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
+        answers = [""] * len(requests)
+        lengths: list[int] = []
+        for settings, members in groups.items():
+            wanted = json.loads(settings)
+            stop = wanted.get("until") or []
+            stop = [stop] if isinstance(stop, str) else stop
+            sampled = wanted.get("do_sample", True) and wanted.get("temperature", 0.0) > 0
+            texts = [requests[i].args[0] for i in members]
+            found = self.session.answer(
+                [self.tokenizer(t, add_special_tokens=False)["input_ids"] for t in texts],
+                max_tokens=int(wanted.get("max_gen_toks", MAX_TOKENS)),
+                stop=stop,
+                temperature=wanted["temperature"] if sampled else 0.0,
+                seeds=[request_seed(short_hash(t), self.seed) for t in texts],
+            )
+            for i, completion in zip(members, found.completions, strict=True):
+                lengths.append(len(completion.token_ids))
+                answers[i] = self._cut(completion.token_ids, stop)
+        self.generated += sum(lengths)
+        self.counts = counts(self.configs, lengths)
+        return answers
+
+    def _cut(self, ids: list[int], stop: list[str]) -> str:
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        for term in stop:
+            if term:
+                text = text.split(term)[0]
+        return text
