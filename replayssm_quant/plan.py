@@ -98,7 +98,15 @@ def _plan(args: argparse.Namespace) -> Budget:
             rotate=args.rotate,
         )
     source = "config.json" if model_config is not None else KNOWN[name].source
-    return budget(name, geometry, config, ring_storage=args.ring_dtype, tp=args.tp, source=source)
+    return budget(
+        name,
+        geometry,
+        config,
+        ring_storage=args.ring_dtype,
+        tp=args.tp,
+        source=source,
+        drafts=args.drafts,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -120,6 +128,12 @@ def main(argv: list[str] | None = None) -> int:
     add("--recipe", help="a recipe instead of formats")
     add("--ring-dtype", default="bf16", help="dtype of the ring's inputs: bf16, fp16 or fp32")
     add("--tp", type=int, default=1, help="tensor-parallel ranks; the figures are one rank's")
+    add(
+        "--drafts",
+        type=int,
+        default=0,
+        help="draft tokens that a step verifies at most, 0 to 7 (speculative decoding)",
+    )
     add("--memory", help="memory for states, for example 80GiB: how many requests fit")
     add("--batch", type=int, help="also print the figures of this many requests")
     add("--format", default="md", choices=("md", "json"), help="output (default md)")

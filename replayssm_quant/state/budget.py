@@ -12,7 +12,7 @@ from typing import Any
 from ..config import StateConfig
 from ..formats.spec import STORAGE_BYTES
 from .geometry import LayerGeometry, ModelGeometry
-from .layout import CURSOR_BYTES, StateLayout, fp32_bytes
+from .layout import CURSOR_BYTES, PENDING_BYTES, StateLayout, fp32_bytes
 
 PARTS = ("checkpoint", "copy", "scales", "ring", "padding")
 
@@ -22,8 +22,10 @@ class LayerBudget:
     """Layers that are alike: their indices, and bytes of one of them for one request.
 
     ``parts`` are the stored bytes by ``PARTS``; codes and scales apart. ``conv`` is the state of
-    the causal convolution, (kernel - 1) columns in the ring's dtype, which the engine keeps.
-    state_moved and ring_moved: bytes that one token moves, averaged over a window.
+    the causal convolution, (kernel - 1) columns in the ring's dtype, and one more for each draft,
+    which the engine keeps. state_moved and ring_moved: bytes that one token moves, averaged over a
+    window; with drafts, that a step of T = 1 + drafts tokens moves if it keeps them all, and
+    moved_one if it keeps one. ring_inputs: entries of the ring.
     """
 
     indices: tuple[int, ...]
@@ -34,6 +36,9 @@ class LayerBudget:
     fp32: int
     state_moved: float
     ring_moved: float
+    drafts: int = 0
+    ring_inputs: int = 0
+    moved_one: float = 0.0
 
     @property
     def page(self) -> int:
@@ -46,15 +51,22 @@ class LayerBudget:
 
     @property
     def fp32_moved(self) -> int:
-        """The plain fp32 state, read and written at every token: 8 bytes an element."""
-        return 2 * self.fp32
+        """The plain fp32 state, read and written at every token: 8 bytes an element.
+
+        With drafts, as engines keep them, one state is read and one written for each token.
+        """
+        return (2 + self.drafts) * self.fp32
 
 
 def layer_budget(
-    indices: tuple[int, ...], geometry: LayerGeometry, config: StateConfig, ring_storage: str
+    indices: tuple[int, ...],
+    geometry: LayerGeometry,
+    config: StateConfig,
+    ring_storage: str,
+    drafts: int = 0,
 ) -> LayerBudget:
     """Raises ValueError where a format does not fit the geometry."""
-    layout = StateLayout(geometry, config, ring_storage)
+    layout = StateLayout(geometry, config, ring_storage, drafts)
     checkpoint_scales = layout.scale_bytes - layout.copy_scale_bytes
     parts = {
         "checkpoint": layout.checkpoint_bytes - checkpoint_scales,
@@ -63,7 +75,11 @@ def layer_budget(
         "ring": layout.ring_bytes,
     }
     parts["padding"] = layout.page_bytes - sum(parts.values())
-    conv = (geometry.conv_kernel - 1) * geometry.conv_channels * STORAGE_BYTES[ring_storage]
+    columns = geometry.conv_kernel - 1 + drafts
+    conv = columns * geometry.conv_channels * STORAGE_BYTES[ring_storage]
+    moved = (layout.state_bytes_per_step, layout.ring_bytes_per_step)
+    if drafts:
+        moved = layout.verify_bytes(1 + drafts)
     return LayerBudget(
         indices,
         geometry,
@@ -71,8 +87,10 @@ def layer_budget(
         parts,
         conv,
         fp32_bytes(geometry),
-        layout.state_bytes_per_step,
-        layout.ring_bytes_per_step,
+        *moved,
+        drafts,
+        layout.capacity,
+        sum(layout.verify_bytes(1)) if drafts else 0.0,
     )
 
 
@@ -86,6 +104,7 @@ class Budget:
     ring_storage: str
     tp: int
     source: str
+    drafts: int = 0
 
     def _sum(self, value: str) -> Any:
         return sum(len(part.indices) * getattr(part, value) for part in self.layers)
@@ -98,12 +117,16 @@ class Budget:
     def parts(self) -> dict[str, int]:
         """Bytes a request over all layers, by ``PARTS``, and the cursors."""
         total = {p: sum(len(x.indices) * x.parts[p] for x in self.layers) for p in PARTS}
-        return {**total, "cursors": CURSOR_BYTES}
+        return {**total, "cursors": self.cursors}
+
+    @property
+    def cursors(self) -> int:
+        return CURSOR_BYTES + (PENDING_BYTES if self.drafts else 0)
 
     @property
     def request(self) -> int:
         """State bytes of one request: what a ``StatePool`` allocates for a slot."""
-        return int(self._sum("page")) + CURSOR_BYTES
+        return int(self._sum("page")) + self.cursors
 
     @property
     def conv(self) -> int:
@@ -111,8 +134,11 @@ class Budget:
 
     @property
     def fp32(self) -> int:
-        """The plain fp32 state of one request, without the convolution."""
-        return int(self._sum("fp32"))
+        """The plain fp32 state of one request, without the convolution.
+
+        With drafts one for each token of a step, as engines keep them.
+        """
+        return (1 + self.drafts) * int(self._sum("fp32"))
 
     @property
     def moved(self) -> float:
@@ -149,6 +175,17 @@ class Budget:
             }
 
         parts = self.parts
+        speculation: dict[str, Any] = {}
+        if self.drafts:
+            speculation["speculation"] = {
+                "drafts": self.drafts,
+                "ring_inputs": self.layers[0].ring_inputs,
+                "bytes_per_step": {
+                    "all_kept": self.moved,
+                    "one_kept": float(self._sum("moved_one")),
+                    "fp32": self.fp32_moved,
+                },
+            }
         out: dict[str, Any] = {
             "model": self.model,
             "geometry_from": self.source,
@@ -171,6 +208,7 @@ class Budget:
                 "fp32": self.fp32_moved,
             },
             "moved_ratio": self.moved / self.fp32_moved,
+            **speculation,
         }
         if memory is not None:
             ours, plain = self.fits(memory)
@@ -211,17 +249,26 @@ class Budget:
                 f"{len(part.indices)} x {kind}, {g.heads} heads of {g.rows} x {g.n}, {g.groups} "
                 f"groups: {part.config.label}, L = {part.config.buffer_len}"
             )
+        tokens = 1 + self.drafts
+        if self.drafts:
+            lines.append(
+                f"Steps of up to {tokens} tokens ({self.drafts} drafts): rings of "
+                f"{self.layers[0].ring_inputs} inputs; fp32 keeps a state for each token."
+            )
         lines += [f"Geometry: {self.source}.", "", *_head("bytes a request", *heads, "of fp32")]
         for key, name in names.items():
             each = [p.parts.get(key, 0) for p in self.layers]
             lines.append(_row(name, *each, self.parts[key], _percent(self.parts[key], self.fp32)))
-        total, plain = [p.page for p in self.layers], [p.fp32 for p in self.layers]
+        total, plain = [p.page for p in self.layers], [tokens * p.fp32 for p in self.layers]
         ratio = _percent(self.request, self.fp32)
         lines.append(_row("**state**", *total, self.request, f"**{ratio}**"))
         lines.append(_row("fp32 state", *plain, self.fp32, _percent(1, 1)))
         conv = [p.conv for p in self.layers]
         lines.append(_row("convolution state (apart)", *conv, self.conv, ""))
-        lines += ["", *_head("bytes moved a token", *heads, "of fp32")]
+        what = "bytes moved a token"
+        if self.drafts:
+            what = f"bytes moved a step of {tokens} tokens, all kept"
+        lines += ["", *_head(what, *heads, "of fp32")]
         for key, name in (("state_moved", "checkpoint and copy"), ("ring_moved", "ring")):
             total_ = float(self._sum(key))
             each_ = [getattr(p, key) for p in self.layers]
@@ -229,14 +276,19 @@ class Budget:
         moved = [p.moved for p in self.layers]
         ratio = _percent(self.moved, self.fp32_moved)
         lines.append(_row("**total**", *moved, self.moved, f"**{ratio}**"))
+        if self.drafts:
+            one_kept = [p.moved_one for p in self.layers]
+            least = float(self._sum("moved_one"))
+            lines.append(_row("if one is kept", *one_kept, least, _percent(least, self.fp32_moved)))
         plain = [p.fp32_moved for p in self.layers]
         lines.append(_row("fp32, read and written", *plain, self.fp32_moved, _percent(1, 1)))
         lines.append("")
-        elements = self.fp32 / 4
+        elements = self.fp32 / (4 * tokens)
+        unit = "a step" if self.drafts else "a token"
         lines.append(
             f"{self.request / elements:.3f} bytes an element stored, {self.moved / elements:.3f} "
-            f"moved a token (fp32: 4 and 8); {human(self.request)} a request instead of "
-            f"{human(self.fp32)}."
+            f"moved {unit} (fp32: {4 * tokens} and {4 * (1 + tokens)}); {human(self.request)} a "
+            f"request instead of {human(self.fp32)}."
         )
         if memory is not None:
             m = d["memory"]
@@ -282,10 +334,12 @@ def budget(
     ring_storage: str = "bf16",
     tp: int = 1,
     source: str = "config.json",
+    drafts: int = 0,
 ) -> Budget:
     """The cost of ``config`` (one, or one for each layer index) on one of ``tp`` ranks.
 
-    source: where the geometry is from, for the reader.
+    source: where the geometry is from, for the reader. drafts: draft tokens that a step verifies
+    at most (speculative decoding).
 
     Raises ValueError where heads do not divide over the ranks or a format does not fit.
     """
@@ -293,5 +347,7 @@ def budget(
     for index, layer in geometry.layers.items():
         one = config if isinstance(config, StateConfig) else config[index]
         alike.setdefault((layer.shard(tp), one), []).append(index)
-    layers = tuple(layer_budget(tuple(i), g, c, ring_storage) for (g, c), i in alike.items())
-    return Budget(model, geometry.total_layers, layers, ring_storage, tp, source)
+    layers = tuple(
+        layer_budget(tuple(i), g, c, ring_storage, drafts) for (g, c), i in alike.items()
+    )
+    return Budget(model, geometry.total_layers, layers, ring_storage, tp, source, drafts)

@@ -25,6 +25,7 @@ from replayssm_quant.config import StateConfig
 from replayssm_quant.kernels import common, gdn, mamba2
 from replayssm_quant.kernels.bench.inspect_sass import compile_only, disassemble
 from replayssm_quant.kernels.bench.registry import OPS, Problem, call, random_state
+from replayssm_quant.state.cache import StatePool
 from replayssm_quant.state.geometry import LayerGeometry
 
 arch = int(sys.argv[1])
@@ -53,6 +54,19 @@ for op, geometry, config in cases:
             ops.mamba2_load(problem.views, config, step.rows, problem.weights["A"], impl="triton")
         else:
             ops.gdn_load(problem.views, config, step.rows, impl="triton")
+    with compile_only(arch) as more:  # a verify step, without the fold that decode has shown
+        pool = StatePool({0: geometry}, config, 2, drafts=3)
+        rows = pool.verify_rows(torch.arange(2), torch.full((2,), 4))
+        wide = torch.zeros(2, 4, geometry.heads, geometry.rows, dtype=torch.bfloat16)
+        narrow = torch.zeros(2, 4, geometry.groups, geometry.n, dtype=torch.bfloat16)
+        gates = torch.zeros(2, 4, geometry.heads)
+        if op.kind == "mamba2":
+            rest = (problem.weights["A"], narrow, narrow)
+            ops.mamba2_verify(pool.views[0], config, rows, wide, gates, *rest, impl="triton")
+        else:
+            inputs = (narrow, narrow, wide, gates, gates)
+            ops.gdn_verify(pool.views[0], config, rows, *inputs, impl="triton")
+    launches += [launch for launch in more if launch.name.startswith("verify")]
     for launch in launches:
         m = disassemble(launch)
         found.setdefault(launch.name, []).append([m.registers, m.spills, m.instructions])
