@@ -8,6 +8,8 @@ and a slot is clean once a prefill has written its base.
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from ...formats.philox import _REQUEST_STREAM, philox4x32
@@ -15,6 +17,7 @@ from ...state.cache import PAD_SLOT, StepRows
 
 NULL_BLOCK = 0
 """vLLM's block of padding rows and dummy runs."""
+_RANDOM_TAIL = re.compile(r"-[0-9a-f]{8}$")
 
 
 def window(
@@ -45,6 +48,15 @@ def slot_keys(seed: int, slots: int, device: torch.device | str) -> torch.Tensor
     index = torch.arange(slots, dtype=torch.int64, device=device)
     low, high, _, _ = philox4x32(seed, index, 0, _REQUEST_STREAM, 1, 10)
     return low | (high << 32)
+
+
+def request_identity(request_id: str, seed: int | None) -> int | str:
+    """What a request's key is made from: its sampling seed, else the id its sender gave.
+
+    vLLM appends eight random hex digits to the sender's id; without them the same requests have the
+    same keys in every run.
+    """
+    return seed if seed is not None else _RANDOM_TAIL.sub("", request_id)
 
 
 class RowBuffers:

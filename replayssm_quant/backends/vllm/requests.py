@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from ...formats.philox import request_key
+from .cursors import request_identity
 from .metadata import SplitGDNBuilder, SplitMamba2Builder
-
-_RANDOM_TAIL = re.compile(r"-[0-9a-f]{8}$")
-
-
-def request_identity(request_id: str, seed: int | None) -> int | str:
-    """What a request's key is made from: its sampling seed, else the id its sender gave.
-
-    vLLM appends eight random hex digits to the sender's id; without them the same requests have the
-    same keys in every run.
-    """
-    return seed if seed is not None else _RANDOM_TAIL.sub("", request_id)
 
 
 class SplitModelState(MambaHybridModelState):

@@ -1,0 +1,93 @@
+"""Random keys from the requests, as the V2 model runner shows them, without vLLM."""
+
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from replayssm_quant.backends.vllm.cursors import request_identity
+from replayssm_quant.formats.philox import request_key
+
+
+def test_a_request_is_its_seed_or_the_id_that_its_sender_gave() -> None:
+    assert request_identity("cmpl-1-a10d7dab", 7) == 7
+    assert request_identity("cmpl-1-a10d7dab", 0) == 0
+    assert request_identity("cmpl-1-a10d7dab", None) == "cmpl-1"
+    assert request_identity("cmpl-1", None) == "cmpl-1"
+
+
+class Base:
+    """What is used of vLLM's model state."""
+
+    def __init__(self, vllm_config: Any):
+        self.vllm_config, self.max_num_reqs, self.device = vllm_config, 4, torch.device("cpu")
+        self.added: list[int] = []
+
+    def add_request(self, req_index: int, new_req_data: Any) -> None:
+        self.added.append(req_index)
+
+    def prepare_attn(self, batch: Any, mode: Any, tables: Any, *args: Any, **kwargs: Any) -> Any:
+        return "metadata", args, kwargs
+
+
+class Builder:
+    def __init__(self) -> None:
+        self.planner = SimpleNamespace(request_keys=None)
+
+
+@pytest.fixture
+def state(monkeypatch: pytest.MonkeyPatch) -> Any:
+    hybrid = ModuleType("mamba_hybrid")
+    hybrid.MambaHybridModelState = Base  # type: ignore[attr-defined]
+    parts = "vllm.v1.worker.gpu.model_states".split(".")
+    for i in range(len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[: i + 1]), ModuleType(parts[i]))
+    monkeypatch.setitem(sys.modules, ".".join([*parts, "mamba_hybrid"]), hybrid)
+    package = "replayssm_quant.backends.vllm"
+    metadata = ModuleType("metadata")
+    metadata.SplitMamba2Builder = Builder  # type: ignore[attr-defined]
+    metadata.SplitGDNBuilder = type("G", (Builder,), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, f"{package}.metadata", metadata)
+    monkeypatch.delitem(sys.modules, f"{package}.requests", raising=False)
+    layer = SimpleNamespace(page=object(), config=SimpleNamespace(seed=5))
+    context = {"attention": SimpleNamespace(), "plain": SimpleNamespace(page=None), "m": layer}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+    module = importlib.import_module(f"{package}.requests")
+    yield module.SplitModelState(config)
+    sys.modules.pop(f"{package}.requests", None)
+
+
+def request(name: str, seed: int | None) -> SimpleNamespace:
+    return SimpleNamespace(req_id=name, sampling_params=SimpleNamespace(seed=seed))
+
+
+def groups(*builders: Any) -> list[list[Any]]:
+    return [[SimpleNamespace(get_metadata_builder=lambda i, b=b: b)] for b in builders]
+
+
+def test_builders_get_the_keys_in_batch_order_padding_included(state: Any) -> None:
+    state.add_request(2, request("a-00000000", None))
+    state.add_request(0, request("b-11111111", 9))
+    state.add_request(3, request("c-22222222", None))
+    assert state.added == [2, 0, 3]
+    ours, other = Builder(), SimpleNamespace(planner=SimpleNamespace(request_keys="untouched"))
+    batch = SimpleNamespace(
+        num_reqs=3, num_reqs_after_padding=4, idx_mapping=torch.tensor([0, 3, 2, 1])
+    )
+    found = state.prepare_attn(batch, "mode", "tables", "slots", groups(ours, other), extra=1)
+    assert found == ("metadata", ("slots", found[1][1]), {"extra": 1})
+    wanted = [request_key(5, 9), request_key(5, "c"), request_key(5, "a"), 0]
+    assert ours.planner.request_keys.tolist() == wanted
+    assert other.planner.request_keys == "untouched"
+
+
+def test_an_index_that_is_used_again_has_the_new_request_s_key(state: Any) -> None:
+    state.add_request(1, request("old-00000000", None))
+    state.add_request(1, request("new-00000000", None))
+    builder = Builder()
+    batch = SimpleNamespace(num_reqs=1, num_reqs_after_padding=1, idx_mapping=torch.tensor([1]))
+    state.prepare_attn(batch, "mode", "tables", "slots", attn_groups=groups(builder))
+    assert builder.planner.request_keys.tolist() == [request_key(5, "new")]
