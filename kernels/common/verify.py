@@ -10,11 +10,13 @@ tf32 products, within 1e-6.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
+from ...formats.rotation import block_of, signs
 from ...state.cache import VerifyRows
 from .planes import PTX, code_values, e4m3_scale, e8m0_scale, element_bits_of, load_words
 
@@ -222,6 +224,18 @@ class LaunchConfig:
 
     rows: int = 128
     warps: int = 2
+
+
+@lru_cache(maxsize=32)
+def rotation_signs(n: int, device: torch.device) -> torch.Tensor:
+    """The signs of the rotation with its 1 / sqrt(block), fp32 [n]."""
+    return (signs(n) * block_of(n) ** -0.5).to(device)
+
+
+@lru_cache(maxsize=64)
+def zero_token(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros [1, ...] that stand for one token of every row, as a fold of committed inputs needs."""
+    return torch.zeros(1, *shape, dtype=dtype, device=device)
 
 
 def operand_dtype(kind: str) -> torch.dtype:

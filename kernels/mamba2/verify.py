@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from ...config import StateConfig
-from ...formats.rotation import block_of, signs
 from ...state.cache import VerifyRows
 from ...state.layout import StateViews
 from ..common.activation import softplus
@@ -27,6 +26,7 @@ from ..common.verify import (
     copy_words,
     operand_dtype,
     operand_of,
+    rotation_signs,
     row_strided,
     seen_dot,
     sees,
@@ -271,10 +271,8 @@ def verify_step(
         "count_ptr": rows.count,
     }  # fmt: skip
     made = {"dots_ptr": dots, "c_ptr": c, "top_ptr": top}
-    # the signs with their 1 / sqrt(block)
-    turn = (signs(n) * block_of(n) ** -0.5).to(device) if config.rotate else top
     verify_prepare_kernel[(groups, batch)](
-        B, C, turn, views.ring_B, **rows_of, **made,
+        B, C, rotation_signs(n, device) if config.rotate else top, views.ring_B, **rows_of, **made,
         B_stride=B.stride(0), B_token=B.stride(1), C_stride=C.stride(0), C_token=C.stride(1),
         ring_B_stride=views.ring_B.stride(0),
         G=groups, N=n, NP=max(16, padded), LP=lp, ROTATE=config.rotate, KIND=kind,
