@@ -30,6 +30,7 @@ from ..common.verify import (
     seen_dot,
     sees,
     store_vectors,
+    zero_token,
 )
 from .prepare import rotate_rows
 from .reference import NORM_EPS
@@ -214,7 +215,7 @@ def fold_committed(
     ring, batch = views.ring_v, rows.slots.shape[0]
 
     def zeros(*shape: int, dtype: torch.dtype = ring.dtype) -> torch.Tensor:
-        return ring.new_zeros(1, *shape, dtype=dtype).expand(batch, *(-1,) * len(shape))
+        return zero_token(shape, dtype, ring.device).expand(batch, *(-1,) * len(shape))
 
     k, v = zeros(size["HK"], size["K"]), zeros(size["HV"], size["V"])
     g = zeros(*views.ring_g.shape[2:], dtype=torch.float32)

@@ -31,6 +31,7 @@ from ..common.verify import (
     seen_dot,
     sees,
     store_vectors,
+    zero_token,
 )
 from ..gdn.prepare import rotate_rows
 from .triton_ops import decode_step
@@ -204,9 +205,12 @@ def fold_committed(
     """
     assert views.ring_x is not None and views.ring_B is not None
     ring, batch = views.ring_x, rows.slots.shape[0]
-    x = ring.new_zeros(1, *ring.shape[2:]).expand(batch, -1, -1)
-    B = ring.new_zeros(1, *views.ring_B.shape[2:]).expand(batch, -1, -1)
-    dt = ring.new_zeros(1, ring.shape[2], dtype=torch.float32).expand(batch, -1)
+
+    def zeros(*shape: int, dtype: torch.dtype = ring.dtype) -> torch.Tensor:
+        return zero_token(shape, dtype, ring.device).expand(batch, *(-1,) * len(shape))
+
+    x, B = zeros(*ring.shape[2:]), zeros(*views.ring_B.shape[2:])
+    dt = zeros(ring.shape[2], dtype=torch.float32)
     decode_step(views, config, rows.folding(), x, dt, A, B, B, layer=layer, head_offset=head_offset)
 
 
