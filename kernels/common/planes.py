@@ -377,6 +377,9 @@ def float_field(
     if ROUND == "rn" and ELEM == "bf16":
         field = as_bits(mag)
         field = field + 0x7FFF + ((field >> 16) & 1)
+    elif ROUND == "rn" and ELEM == "e2m1":
+        field = as_bits(tl.fma(mag, SHIFT, 0.0))
+        field = field + ((1 << (DROP - 1)) - 1) + ((field >> DROP) & 1)
     elif ROUND == "rn":
         field = as_bits(tl.fma(grid_even(mag, M, EMIN), SHIFT, 0.0))
     elif ROUND == "up":

@@ -12,7 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.planes import PAIRS, decode_tile
+from ..common.fold import opaque, product_rows, stack_tile, tile_product, unstack_rows
+from ..common.planes import PAIRS, PTX, decode_tile
 from ..common.store import encode_state
 from .prepare import halves
 
@@ -90,18 +91,6 @@ def operand_of(fmt):
 
 
 @triton.jit
-def _stack(even, odd, WIDTH: tl.constexpr):
-    """Even and odd rows [8, WIDTH] -> [16, WIDTH], the even rows first."""
-    return tl.reshape(tl.permute(tl.join(even, odd), (2, 0, 1)), (2 * PAIRS, WIDTH))
-
-
-@triton.jit
-def _unstack(x, WIDTH: tl.constexpr):
-    """The inverse of ``_stack``."""
-    return tl.split(tl.permute(tl.reshape(x, (2, PAIRS, WIDTH)), (1, 2, 0)))
-
-
-@triton.jit
 def _inverse(top):
     return tl.where(top > 0, 1.0 / tl.where(top > 0, top, 1.0), 0.0)
 
@@ -116,64 +105,105 @@ def _largest(values, P: tl.constexpr):
 
 
 @triton.jit
-def _key_plane(keys, plane, column, column_ok, K: tl.constexpr, LP: tl.constexpr):
-    """Plane number ``plane`` of the window's keys, fp16 [LP, W]."""
-    at = tl.arange(0, LP)[:, None] * K + plane * (K // 8) + column[None, :]
-    return tl.load(keys + at, mask=column_ok[None, :], other=0.0)
+def _key_plane(keys, plane: tl.constexpr, WP: tl.constexpr, LP: tl.constexpr):
+    """Plane number ``plane`` of the window's keys in thread order, fp16 [LP, WP]."""
+    at = tl.arange(0, LP)[:, None] * (8 * WP) + plane * WP + tl.arange(0, WP)[None, :]
+    return tl.load(keys + at)
+
+
+@triton.jit
+def _key_rows(keys, plane: tl.constexpr, first: tl.constexpr, WP: tl.constexpr):
+    """Eight tokens of a plane, as ``fold.tile_product`` wants them: fp16 [8, WP]."""
+    row, column = tl.arange(0, PAIRS)[:, None] + first, tl.arange(0, WP)[None, :]
+    return tl.load(keys + row * (8 * WP) + plane * WP + column)
+
+
+@triton.jit
+def _read_keys(
+    values, even_scale, odd_scale, natural, natural_low,
+    WP: tl.constexpr, LP: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """U k of every token of the window, fp32 [16, LP] (even rows first), before its scale."""
+    if PTX:
+        sums = ()
+        for _ in tl.static_range(LP // 8):
+            sums = sums + (tl.zeros([PAIRS, WP], tl.float32),)
+    else:
+        total = tl.zeros([2 * PAIRS, LP], tl.float32)
+    for i in tl.static_range(8):
+        even = values[i]
+        odd = values[8 + i]
+        if OPERAND != "plain":
+            even = even * even_scale
+            odd = odd * odd_scale
+        even_high, even_low = halves(even)
+        odd_high, odd_low = halves(odd)
+        if PTX:
+            new = ()
+            for j in tl.static_range(LP // 8):
+                key = _key_rows(natural, i, 8 * j, WP)
+                part = tile_product(even_high, odd_high, key, sums[j])
+                key_low = _key_rows(natural_low, i, 8 * j, WP)
+                part = tile_product(even_high, odd_high, key_low, part)
+                if OPERAND == "split":
+                    part = tile_product(even_low, odd_low, key, part)
+                new = new + (part,)
+            sums = new
+        else:
+            high = tl.trans(_key_plane(natural, i, WP, LP))
+            low = tl.trans(_key_plane(natural_low, i, WP, LP))
+            tile = stack_tile(even_high, odd_high, WP)
+            total = tl.dot(tile, high, total)
+            total = tl.dot(tile, low, total)
+            if OPERAND == "split":
+                total = tl.dot(stack_tile(even_low, odd_low, WP), high, total)
+    if PTX:
+        return product_rows(sums, LP)
+    else:
+        return total
 
 
 @triton.jit
 def _fold_dot(
-    values, scales, high, low, w_high, w_low, until, total, ring_v, v_now, valid, i_t, pair,
-    column, column_ok,
-    HV: tl.constexpr, V: tl.constexpr, K: tl.constexpr, WP: tl.constexpr, LP: tl.constexpr,
-    OPERAND: tl.constexpr,
+    values, scales, high, low, natural, natural_low, w_high, w_low, until, total, ring_v, v_now,
+    valid, i_t, pair,
+    HV: tl.constexpr, V: tl.constexpr, WP: tl.constexpr, LP: tl.constexpr,
+    OPERAND: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """The whole window at once: e^(G_n) U + [(v - e^G U k) W^T] k; see ``prepare``.
 
     OPERAND says how the checkpoint becomes fp16 numbers: "plain" if it is fp16, "row" if its codes
     are and have one scale a row, else "split" into two, after division by the row's largest value.
     """
-    read = tl.zeros([2 * PAIRS, LP], tl.float32)
+    place = tl.arange(0, 2 * PAIRS)
+    stacked = (i_t * 2 * PAIRS + 2 * (place % PAIRS) + place // PAIRS)[:, None]
+    even_scale = 1.0
+    odd_scale = 1.0
+    top = 1.0
     if OPERAND == "row":  # codes times a row scale: dividing by it gives back the codes
         even_top = tl.load(scales + 2 * pair, mask=2 * pair < V, other=0.0).to(tl.float32)[:, None]
         odd_top = tl.load(scales + 2 * pair + 1, mask=2 * pair + 1 < V, other=0.0)
         odd_top = odd_top.to(tl.float32)[:, None]
+        top = tl.load(scales + stacked, mask=stacked < V, other=0.0).to(tl.float32)
     elif OPERAND == "split":
         even_top = _largest(values, 0)
         odd_top = _largest(values, 1)
+        top = stack_tile(even_top, odd_top, 1)
     if OPERAND != "plain":
         even_scale = _inverse(even_top)
         odd_scale = _inverse(odd_top)
-    for i in tl.static_range(8):
-        key = tl.trans(_key_plane(high, i, column, column_ok, K, LP))
-        even = values[i]
-        odd = values[8 + i]
-        if OPERAND != "plain":
-            even = even * even_scale
-            odd = odd * odd_scale
-        if OPERAND == "split":
-            even, even_low = halves(even)
-            odd, odd_low = halves(odd)
-            u = _stack(even, odd, WP)
-            read = tl.dot(_stack(even_low, odd_low, WP), key, read)
-        else:
-            u = _stack(even.to(tl.float16), odd.to(tl.float16), WP)
-        read = tl.dot(u, key, read)
-        read = tl.dot(u, tl.trans(_key_plane(low, i, column, column_ok, K, LP)), read)
+    read = _read_keys(values, even_scale, odd_scale, natural, natural_low, WP, LP, OPERAND)
     if OPERAND != "plain":
-        read = read * _stack(even_top, odd_top, 1)
-    place = tl.arange(0, 2 * PAIRS)
-    row = (i_t * 2 * PAIRS + 2 * (place % PAIRS) + place // PAIRS)[:, None]
+        read = read * top
     token = tl.arange(0, LP)[None, :]
-    v = tl.load(ring_v + token * (HV * V) + row, mask=(token < valid) & (row < V), other=0.0).to(
-        tl.float32
-    )
-    new = tl.load(v_now + row, mask=row < V, other=0.0).to(ring_v.dtype.element_ty)
+    v = tl.load(
+        ring_v + token * (HV * V) + stacked, mask=(token < valid) & (stacked < V), other=0.0
+    ).to(tl.float32)
+    new = tl.load(v_now + stacked, mask=stacked < V, other=0.0).to(ring_v.dtype.element_ty)
     v = tl.where(token == valid, new.to(tl.float32), v)
     rest = v - read * tl.load(until + token)
-    top = tl.max(tl.abs(rest), 1, keep_dims=True)
-    rest, rest_low = halves(rest * _inverse(top))
+    largest = tl.max(tl.abs(rest), 1, keep_dims=True)
+    rest, rest_low = halves(opaque(rest * _inverse(largest)))
     across = tl.arange(0, LP)[:, None] + token * LP
     w = tl.load(w_high + across)
     update = tl.dot(rest, w)
@@ -183,11 +213,11 @@ def _fold_dot(
     evens = ()
     odds = ()
     for i in tl.static_range(8):
-        key = _key_plane(high, i, column, column_ok, K, LP)
+        key = _key_plane(high, i, WP, LP)
         change = tl.dot(update, key)
         change = tl.dot(update_low, key, change)
-        change = tl.dot(update, _key_plane(low, i, column, column_ok, K, LP), change)
-        even, odd = _unstack(change * top, WP)
+        change = tl.dot(update, _key_plane(low, i, WP, LP), change)
+        even, odd = unstack_rows(change * largest, WP, WARPS)
         evens = evens + (values[i] * total + even,)
         odds = odds + (values[8 + i] * total + odd,)
     return evens + odds
@@ -210,7 +240,7 @@ def flush_kernel(
     COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
     UPDATE: tl.constexpr, OUTPUT: tl.constexpr, HAS_COPY: tl.constexpr,
     SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
-    DOT: tl.constexpr, LP: tl.constexpr,
+    DOT: tl.constexpr, LP: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Any number of programs share the tiles of the rows that flush; no result depends on it."""
     W: tl.constexpr = K // 8
@@ -238,10 +268,14 @@ def flush_kernel(
         v_now = v_ptr + i_b * v_stride + i_h * V
         if DOT:
             values = _fold_dot(
-                values, scales, high_ptr + key_head * (LP * K), low_key_ptr + key_head * (LP * K),
+                values, scales,
+                high_ptr + key_head * (2 * LP * 8 * WP),
+                low_key_ptr + key_head * (2 * LP * 8 * WP),
+                high_ptr + key_head * (2 * LP * 8 * WP) + LP * 8 * WP,
+                low_key_ptr + key_head * (2 * LP * 8 * WP) + LP * 8 * WP,
                 w_high_ptr + head * (LP * LP), w_low_ptr + head * (LP * LP),
                 until_ptr + head * LP, tl.load(total_ptr + head), ring_v, v_now, valid, i_t, pair,
-                column, column_ok, HV, V, K, WP, LP, operand_of(UPDATE),
+                HV, V, WP, LP, operand_of(UPDATE), WARPS,
             )  # fmt: skip
         else:
             keys = keys_ptr + key_head * (L * K)

@@ -19,10 +19,9 @@ import triton
 import triton.language as tl
 
 from ..common.activation import softplus
+from ..common.fold import list_flushes, plane_order, thread_order
 from ..common.planes import PTX
 from ..common.readout import store_vector
-
-_CHUNK = tl.constexpr(128)
 
 
 @triton.jit
@@ -53,24 +52,6 @@ def _fetch(ptr):
 
 
 @triton.jit
-def _list_flushes(slot_ptr, flush_ptr, list_ptr, batch, EVERY_STEP: tl.constexpr):
-    """list[0] = number of rows that flush, list[1:] their numbers in order."""
-    count = batch * 0
-    for start in range(0, batch, _CHUNK):
-        row = start + tl.arange(0, _CHUNK)
-        live = tl.load(slot_ptr + row, mask=row < batch, other=-1) >= 0
-        if EVERY_STEP:
-            chosen = live.to(tl.int32)
-        else:
-            due = tl.load(flush_ptr + row, mask=row < batch, other=0).to(tl.int32) != 0
-            chosen = (live & due).to(tl.int32)
-        at = 1 + count + tl.cumsum(chosen, 0) - chosen
-        tl.store(list_ptr + at, row, mask=chosen > 0)
-        count += tl.sum(chosen, 0)
-    tl.store(list_ptr, count)
-
-
-@triton.jit
 def _store_keys(
     keys, ring_k, ring_rk, sign_ptr, valid, n,
     HK: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROTATE: tl.constexpr,
@@ -93,13 +74,13 @@ def halves(x):
 
 @triton.jit
 def _gram(high, low, K: tl.constexpr, LP: tl.constexpr):
-    """k_i . k_j of LP fp16 key pairs [LP, K] at ``high`` and ``low``."""
+    """k_i . k_j of LP fp16 key pairs [LP, K] at ``high`` and ``low``, their places in any order."""
     token = tl.arange(0, LP)[:, None]
     gram = tl.zeros([LP, LP], tl.float32)
     for start in range(0, K, 32):
         n = start + tl.arange(0, 32)[None, :]
-        h = tl.load(high + token * K + n, mask=n < K, other=0.0)
-        lo = tl.load(low + token * K + n, mask=n < K, other=0.0)
+        h = tl.load(high + token * K + n)
+        lo = tl.load(low + token * K + n)
         gram = tl.dot(h, tl.trans(h), gram)
         gram = tl.dot(lo, tl.trans(h), gram)
         gram = tl.dot(h, tl.trans(lo), gram)
@@ -133,7 +114,7 @@ def _window_system(
     k, i_b, i_k, slot, valid, sign_ptr, ring_k, ring_rk, ring_g, ring_beta, gate, rate,
     high_ptr, low_ptr, w_high_ptr, w_low_ptr, until_ptr, total_ptr,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, PER: tl.constexpr,
-    ROTATE: tl.constexpr, LP: tl.constexpr,
+    ROTATE: tl.constexpr, LP: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Keys of the window (ring and the new key k [1, KP]) and the solved system of each value head.
 
@@ -141,18 +122,22 @@ def _window_system(
     first value head.
     """
     n = tl.arange(0, KP)[None, :]
-    high = high_ptr + (i_b * HK + i_k) * (LP * K)
-    low = low_ptr + (i_b * HK + i_k) * (LP * K)
+    high = high_ptr + (i_b * HK + i_k) * (2 * LP * KP)
+    low = low_ptr + (i_b * HK + i_k) * (2 * LP * KP)
     for j in range(LP):
         key = tl.load(ring_k + j * (HK * K), mask=(n < K) & (j < valid), other=0.0).to(tl.float32)
         key = tl.where(j == valid, k, key * tl.load(ring_rk + j * HK, mask=j < valid, other=0.0))
         if ROTATE:
             key = rotate_rows(key, sign_ptr, 1, K, KP)
         key_high, key_low = halves(key)
-        tl.store(high + j * K + n, key_high, mask=n < K)
-        tl.store(low + j * K + n, key_low, mask=n < K)
+        place = thread_order(n, K // 8, KP // 8, WARPS)
+        tl.store(high + j * KP + place, key_high)
+        tl.store(low + j * KP + place, key_low)
+        place = plane_order(n, K // 8, KP // 8)
+        tl.store(high + (LP + j) * KP + place, key_high)
+        tl.store(low + (LP + j) * KP + place, key_low)
     tl.debug_barrier()  # other lanes read what this program has just written
-    gram = _gram(high, low, K, LP)
+    gram = _gram(high, low, KP, LP)
     token = tl.arange(0, LP)
     old = token < valid
     for h in range(i_k * PER, i_k * PER + PER):
@@ -196,7 +181,7 @@ def prepare_kernel(
     list_ptr,  # int32 [b + 1]: count and numbers of the rows that flush
     keys_ptr, query_ptr,  # fp32 [b, HK, L, K], [b, HK, K]
     gate_ptr, rate_ptr,  # fp32 g [b, HV, GW] and beta [b, HV] of the new token
-    high_ptr, low_ptr,  # DOT: the keys in two fp16 halves [b, HK, LP, K] instead
+    high_ptr, low_ptr,  # DOT: keys in fp16 halves [b, HK, 2, LP, KP]: thread_order, plane_order
     w_high_ptr, w_low_ptr,  # DOT: fp16 [b, HV, LP, LP]
     until_ptr, total_ptr,  # DOT: fp32 [b, HV, LP], [b, HV]
     c_ptr, top_ptr, w_ptr,  # query int32 [b, HV, K] (store_vector), its max [b, HV], [b, HV, L]
@@ -206,11 +191,12 @@ def prepare_kernel(
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
     KP: tl.constexpr, VP: tl.constexpr, PER: tl.constexpr, PERP: tl.constexpr, GW: tl.constexpr,
     RAW_GATES: tl.constexpr, NEGATIVE: tl.constexpr, L2NORM: tl.constexpr, EPS: tl.constexpr,
-    ROTATE: tl.constexpr, DOT: tl.constexpr, LP: tl.constexpr, OUTPUT: tl.constexpr,
+    ROTATE: tl.constexpr, DOT: tl.constexpr, LP: tl.constexpr, WARPS: tl.constexpr,
+    OUTPUT: tl.constexpr,
 ):  # fmt: skip
     i_b, i_k = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if (i_b == 0) & (i_k == 0):
-        _list_flushes(slot_ptr, flush_ptr, list_ptr, batch, L == 1)
+        list_flushes(slot_ptr, flush_ptr, list_ptr, batch, L == 1)
     slot = tl.load(slot_ptr + i_b).to(tl.int64)
     if slot < 0:
         return
@@ -271,7 +257,7 @@ def prepare_kernel(
                 ring_g_ptr + slot * ring_g_stride, ring_beta_ptr + slot * ring_beta_stride,
                 gate_ptr + i_b * HV, rate_ptr + i_b * HV,
                 high_ptr, low_ptr, w_high_ptr, w_low_ptr, until_ptr, total_ptr,
-                HK, HV, K, KP, PER, ROTATE, LP,
+                HK, HV, K, KP, PER, ROTATE, LP, WARPS,
             )  # fmt: skip
         else:
             keys = keys_ptr + (i_b * HK + i_k) * (L * K) + n

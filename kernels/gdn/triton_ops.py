@@ -166,21 +166,18 @@ def _run(
     empty = torch.empty
     listed = empty(batch + 1, dtype=torch.int32, device=device)
     launch = launch or LAUNCH[config.readout.bits]
-    scale_bytes = config.update.scale.dtype in ("e4m3", "e8m0")
-    blocks = n // config.update.scale.block if config.update.scale.block else 0
     dot = (
         length >= launch.dot_from
         and gate_width == 1
         and l2norm  # fp16 halves need keys of norm 1
-        and n > 64  # a plane of a key is the product's inner size, which must be 16
-        and not (scale_bytes and blocks % 2)  # scales loaded byte by byte: see load_scales
+        and 64 < n <= 128  # a plane of a key is the product's inner size, which must be 16
     )
     window = max(16, triton.next_power_of_2(length))
     if dot:
         half = {"dtype": torch.float16, "device": device}
         system = {
-            "high": empty(batch, hk, window, n, **half),
-            "low": empty(batch, hk, window, n, **half),
+            "high": empty(batch, hk, 2, window, triton.next_power_of_2(n), **half),
+            "low": empty(batch, hk, 2, window, triton.next_power_of_2(n), **half),
             "w_high": empty(batch, hv, window, window, **half),
             "w_low": empty(batch, hv, window, window, **half),
             "until": empty(batch, hv, window, device=device),
@@ -214,7 +211,8 @@ def _run(
         KP=padded, VP=triton.next_power_of_2(width), PER=per_key,
         PERP=triton.next_power_of_2(per_key), GW=gate_width,
         RAW_GATES=A_log is not None, NEGATIVE=negative, L2NORM=l2norm, EPS=NORM_EPS,
-        ROTATE=config.rotate, DOT=dot, LP=window, OUTPUT=plane_sizes["OUTPUT"],
+        ROTATE=config.rotate, DOT=dot, LP=window, WARPS=launch_warps(n),
+        OUTPUT=plane_sizes["OUTPUT"],
         num_warps=1, num_stages=1, **ring, **size,
     )  # fmt: skip
     if length > 1:
@@ -240,7 +238,7 @@ def _run(
         slot_ptr=rows.slots, valid_ptr=rows.valid, position_ptr=rows.position, key_ptr=rows.key,
         y_ptr=out, v_stride=v.stride(0), y_stride=out.stride(0),
         layer=layer, head_offset=head_offset,
-        WP=padded // 8, PER=per_key, GW=gate_width, DOT=dot, LP=window,
+        WP=padded // 8, PER=per_key, GW=gate_width, DOT=dot, LP=window, WARPS=launch_warps(n),
         num_warps=launch_warps(n), num_stages=1, **registers, **ring, **planes, **size,
         **plane_sizes, **rounding_sizes(config),
     )  # fmt: skip

@@ -1,147 +1,281 @@
 """Mamba-2 decode over a split state: the rows that flush. Reference: ``reference.decode_step``.
 
-Flush programs are few and walk the flushing rows, so that a step in which hardly any row flushes
-does not pay for the others. A program folds the ring into the checkpoint tile by tile, takes y from
-the fp32 state, and stores both copies.
+``window_kernel`` lists those rows and leaves, for each group of one, what all its heads share: the
+B of the window (rotated if the state is) as an operand of matrix products, C, and each head's
+weights. ``flush_kernel`` then takes the tiles of all flushing rows in turn: it folds the window
+into the decoded checkpoint, reads y from the fp32 state and stores checkpoint and copy. Its
+programs are as many as the device holds, whatever the number of rows that flush, and no result
+depends on which of them does what.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import torch
 import triton
 import triton.language as tl
 
+from ...config import StateConfig
+from ...formats.rotation import block_of, signs
+from ...state.cache import StepRows
+from ...state.layout import StateViews
+from ..common.activation import softplus
+from ..common.fold import (
+    add_window,
+    bf16_terms,
+    list_flushes,
+    rotate_window,
+    rotation_table,
+    stack_rows,
+    thread_order,
+)
 from ..common.hadamard import rotate_vector
-from ..common.planes import PAIRS, decode_tile
-from ..common.store import encode_state
-from .decode import finish, store_weights, window_weights
+from ..common.planes import PAIRS, PTX, decode_tile
+from ..common.store import encode_state, launch_warps, plane_arguments, rounding_sizes
+from .decode import finish
+
+
+@triton.jit
+def window_kernel(
+    dt_ptr, B_ptr, C_ptr, A_ptr, bias_ptr,
+    sign_ptr, rotation_ptr,  # fp32 [N], +-1 [NP, NP] (rotation_table)
+    slot_ptr, valid_ptr, flush_ptr, ring_dt_ptr, ring_B_ptr,
+    list_ptr,  # int32 [b + 1]: count and numbers of the rows that flush
+    weight_ptr, decay_ptr,  # fp32 [b, H, LP], [b, H]
+    window_ptr, vector_ptr,  # [b, G, TERMS, LP, 8 WP] (common.fold), fp32 [b, G, N]
+    dt_stride, B_stride, C_stride, ring_dt_stride, ring_B_stride,
+    batch,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr,
+    L: tl.constexpr, LP: tl.constexpr, PER: tl.constexpr, PERP: tl.constexpr,
+    TERMS: tl.constexpr, WARPS: tl.constexpr,
+    ROTATE: tl.constexpr, BLOCK: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """One program a (group, row); PER = H / G heads, PERP and LP padded (LP >= 16).
+
+    BLOCK: size of the rotation's blocks.
+    """
+    i_g, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if (i_b == 0) & (i_g == 0):
+        list_flushes(slot_ptr, flush_ptr, list_ptr, batch, L == 1)
+    slot = tl.load(slot_ptr + i_b).to(tl.int64)
+    if slot < 0:
+        return
+    if L > 1:
+        if tl.load(flush_ptr + i_b).to(tl.int32) == 0:
+            return
+    valid = tl.load(valid_ptr + i_b)
+    token, n = tl.arange(0, LP), tl.arange(0, NP)
+    # each head's dt, decays and weights: exp(a - a_j) dt_j, and exp(a) of the whole window
+    head = tl.arange(0, PERP)
+    head_ok = head < PER
+    first = i_g * PER
+    dt_now = tl.load(dt_ptr + i_b * dt_stride + first + head, mask=head_ok, other=0.0)
+    dt_now = dt_now.to(tl.float32)
+    if HAS_BIAS:
+        dt_now += tl.load(bias_ptr + first + head, mask=head_ok, other=0.0).to(tl.float32)
+    if SOFTPLUS:
+        dt_now = softplus(dt_now)
+    ring_dt = ring_dt_ptr + slot * ring_dt_stride + first
+    old = (token < valid)[None, :] & head_ok[:, None]
+    dt = tl.load(ring_dt + token[None, :] * H + head[:, None], mask=old, other=0.0)
+    dt = tl.where((token == valid)[None, :] & head_ok[:, None], dt_now[:, None], dt)
+    decay = dt * tl.load(A_ptr + first + head, mask=head_ok, other=0.0).to(tl.float32)[:, None]
+    after = tl.sum(decay, 1, keep_dims=True) - tl.cumsum(decay, 1)
+    weight = tl.exp(tl.minimum(after, 0.0)) * dt
+    at = (i_b * H + first + head)[:, None] * LP + token[None, :]
+    tl.store(weight_ptr + at, weight, mask=head_ok[:, None])
+    tl.store(decay_ptr + i_b * H + first + head, tl.exp(tl.sum(decay, 1)), mask=head_ok)
+    # the group's C and B
+    C = tl.load(C_ptr + i_b * C_stride + i_g * N + n, mask=n < N, other=0.0).to(tl.float32)
+    if ROTATE:
+        C = rotate_vector(C, sign_ptr, N, NP)
+    tl.store(vector_ptr + (i_b * G + i_g) * N + n, C, mask=n < N)
+    ring_B = ring_B_ptr + slot * ring_B_stride + i_g * N
+    inside = (n < N)[None, :]
+    B = tl.load(
+        ring_B + token[:, None] * (G * N) + n[None, :],
+        mask=(token < valid)[:, None] & inside, other=0.0,
+    )  # fmt: skip
+    B_now = tl.load(B_ptr + i_b * B_stride + i_g * N + n, mask=n < N, other=0.0).to(B.dtype)
+    B = tl.where((token == valid)[:, None], B_now[None, :], B)
+    window = window_ptr + (i_b * G + i_g) * (TERMS * LP * 8 * WP) + token[:, None] * (8 * WP)
+    if ROTATE:
+        CHUNK: tl.constexpr = NP if NP < 64 else 64
+        for start in range(0, NP, CHUNK):
+            part = rotate_window(B, rotation_ptr + start, NP, CHUNK) * (BLOCK**-0.5)
+            store_terms(window, part, start + tl.arange(0, CHUNK), N, WP, LP, TERMS, WARPS)
+    else:
+        store_terms(window, B.to(tl.float32), n, N, WP, LP, TERMS, WARPS)
+
+
+@triton.jit
+def store_terms(
+    window, B, n, N: tl.constexpr, WP: tl.constexpr, LP: tl.constexpr, TERMS: tl.constexpr,
+    WARPS: tl.constexpr,
+):  # fmt: skip
+    """Columns n of the window's B [LP, len(n)], zero beyond N: operand of ``fold.add_window``."""
+    at = window + thread_order(n, N // 8, WP, WARPS)[None, :]
+    if PTX:
+        terms = bf16_terms(B, TERMS)
+        for k in tl.static_range(TERMS):
+            tl.store(at + k * (LP * 8 * WP), terms[k])
+    else:
+        tl.store(at, B)
 
 
 @triton.jit
 def flush_kernel(
-    x_ptr, dt_ptr, B_ptr, C_ptr, z_ptr, y_ptr,
-    A_ptr, D_ptr, bias_ptr, sign_ptr,
-    slot_ptr, valid_ptr, flush_ptr, position_ptr, key_ptr,
-    ring_x_ptr, ring_dt_ptr, ring_B_ptr,
+    x_ptr, z_ptr, y_ptr, D_ptr,
+    slot_ptr, valid_ptr, position_ptr, key_ptr, list_ptr,
+    ring_x_ptr, weight_ptr, decay_ptr, window_ptr, vector_ptr,  # see window_kernel
     code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
-    weight_ptr, vector_ptr, window_ptr,  # scratch [b, H, LP + 1], [programs, N], [programs, L, N]
-    x_stride, dt_stride, B_stride, C_stride, z_stride, y_stride,
-    ring_x_stride, ring_dt_stride, ring_B_stride,
+    x_stride, z_stride, y_stride, ring_x_stride,
     code_stride, low_stride, scale_stride, tile_stride,
     copy_stride, copy_scale_stride, copy_tile_stride,
-    layer, head_offset, batch,
-    H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
-    NP: tl.constexpr, WP: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, BP: tl.constexpr,
-    HEADS: tl.constexpr, HEADS_P: tl.constexpr,
+    layer, head_offset,
+    H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, WP: tl.constexpr,
+    LP: tl.constexpr, TERMS: tl.constexpr, LEFT: tl.constexpr, WARPS: tl.constexpr,
     CODE_HEAD: tl.constexpr, LOW_HEAD: tl.constexpr, SCALE_HEAD: tl.constexpr,
     COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
     UPDATE: tl.constexpr, OUTPUT: tl.constexpr, HAS_COPY: tl.constexpr,
     SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
-    ROTATE: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr,
     D_ROWS: tl.constexpr, HAS_Z: tl.constexpr,
 ):  # fmt: skip
-    """Rows that flush: the exact fold, y from the fp32 state, checkpoint and copy. BP >= batch.
-
-    The grid is any number of programs; each takes every grid-size-th of the units (row, group,
-    part), in an order that no result depends on.
-    """
-    PARTS: tl.constexpr = H // G // HEADS
-    entry = tl.arange(0, BP)
-    inside = entry < batch
-    flags = tl.load(flush_ptr + entry, mask=inside, other=0).to(tl.int32) != 0
-    flags = flags & (tl.load(slot_ptr + entry, mask=inside, other=-1) >= 0)
-    through = tl.cumsum(flags.to(tl.int32), 0)
-    units = tl.sum(flags.to(tl.int32), 0) * (G * PARTS)
-    token, n, column = tl.arange(0, LP), tl.arange(0, NP), tl.arange(0, WP)
-    column_ok = column < N // 8
+    """Any number of programs share the tiles (row, head, 16 rows of the head) that flush."""
+    W: tl.constexpr = N // 8
+    column, token = tl.arange(0, WP), tl.arange(0, LP)
+    column_ok = column < W
+    units = tl.load(list_ptr) * (H * TILES)
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
-        i_b = tl.sum((through <= unit // (G * PARTS)).to(tl.int32), 0).to(tl.int64)
-        i_b = tl.minimum(i_b, batch - 1)
-        i_g, i_p = (unit // PARTS) % G, unit % PARTS
-        tl.debug_barrier()  # the last unit's scratch has been read
-        first = i_g * (H // G) + i_p * HEADS
+        i_b = tl.load(list_ptr + 1 + unit // (H * TILES)).to(tl.int64)
+        i_h = unit // TILES % H
+        i_t = unit % TILES
+        pair = i_t * PAIRS + tl.arange(0, PAIRS)
+        row_ok = (2 * pair < R, 2 * pair + 1 < R)
         slot = tl.load(slot_ptr + i_b).to(tl.int64)
         valid = tl.load(valid_ptr + i_b)
-        weights = weight_ptr + (i_b * H + first) * (LP + 1)
-        weight, dt_now = window_weights(
-            dt_ptr + i_b * dt_stride + first, A_ptr + first, bias_ptr + first,
-            ring_dt_ptr + slot * ring_dt_stride + first, weights,
-            valid, token, H, LP, HEADS, HEADS_P, SOFTPLUS, HAS_BIAS,
+        code = code_ptr + slot * code_stride + i_h * CODE_HEAD
+        low = low_ptr + slot * low_stride + i_h * LOW_HEAD
+        scales = scale_ptr + slot * scale_stride + i_h * SCALE_HEAD
+        tiles = tile_ptr + slot * tile_stride + i_h * TILES
+        values = decode_tile(
+            pair, column, row_ok, column_ok, code, low, scales, tiles, UPDATE, R, N
+        )
+        row = i_t * (2 * PAIRS) + tl.arange(0, 2 * PAIRS)
+        inputs = i_b * x_stride + i_h * R
+        x = tl.load(
+            ring_x_ptr + slot * ring_x_stride + i_h * R + token[:, None] * (H * R) + row[None, :],
+            mask=(token < valid)[:, None] & (row < R)[None, :], other=0.0,
         )  # fmt: skip
-        store_weights(weights, weight, valid, token, LP, HEADS, HEADS_P)
-        C = tl.load(C_ptr + i_b * C_stride + i_g * N + n, mask=n < N, other=0.0).to(tl.float32)
-        if ROTATE:
-            C = rotate_vector(C, sign_ptr, N, NP)
-        vector = vector_ptr + tl.program_id(0) * N
-        tl.store(vector + n, C, mask=n < N)
-        ring_B = ring_B_ptr + slot * ring_B_stride + i_g * N
-        window = window_ptr + tl.program_id(0).to(tl.int64) * (L * N)
-        for j in range(valid + 1):
-            past = tl.load(ring_B + j * (G * N) + n, mask=(n < N) & (j < valid), other=0.0)
-            B = B_ptr + i_b * B_stride + i_g * N + n
-            B = tl.load(B, mask=(n < N) & (j == valid), other=0.0).to(ring_B_ptr.dtype.element_ty)
-            B = tl.where(j < valid, past, B).to(tl.float32)
-            if ROTATE:
-                B = rotate_vector(B, sign_ptr, N, NP)
-            tl.store(window + j * N + n, B, mask=n < N)
-        tl.debug_barrier()  # other threads of this program read the scratch back
-        inputs = i_b * x_stride + first * R
-        ring_x = ring_x_ptr + slot * ring_x_stride + first * R
-        for piece in range(HEADS * TILES):
-            h, t = piece // TILES, piece % TILES
-            i_h = first + h
-            pair = t * PAIRS + tl.arange(0, PAIRS)
-            row_ok = (2 * pair < R, 2 * pair + 1 < R)
-            state = decode_tile(
-                pair, column, row_ok, column_ok,
-                code_ptr + slot * code_stride + i_h * CODE_HEAD,
-                low_ptr + slot * low_stride + i_h * LOW_HEAD,
-                scale_ptr + slot * scale_stride + i_h * SCALE_HEAD,
-                tile_ptr + slot * tile_stride + i_h * TILES,
-                UPDATE, R, N,
+        x_now = tl.load(x_ptr + inputs + row, mask=row < R, other=0.0).to(x.dtype)
+        x = tl.where((token == valid)[:, None], x_now[None, :], x).to(tl.float32)
+        weight = tl.load(weight_ptr + (i_b * H + i_h) * LP + token)
+        left = stack_rows(x * weight[:, None], LP)
+        group = i_b * G + i_h // (H // G)
+        values = add_window(
+            values, tl.load(decay_ptr + i_b * H + i_h), left,
+            window_ptr + group * (TERMS * LP * 8 * WP), WP, LP, WARPS, LEFT, TERMS,
+        )  # fmt: skip
+        for p in tl.static_range(2):
+            y = values[p * 8] * 0.0
+            for i in tl.static_range(8):
+                c = vector_ptr + group * N + i * W + column
+                c = tl.load(c) if W == WP else tl.load(c, mask=column_ok, other=0.0)
+                y += values[p * 8 + i] * c[None, :]
+            finish(
+                tl.sum(y, 1), i_b, i_h, 2 * pair + p, row_ok[p], inputs,
+                x_ptr, z_ptr, y_ptr, D_ptr, ring_x_ptr, z_stride, y_stride,
+                R, D_ROWS, HAS_Z,
             )  # fmt: skip
-            factor = tl.load(weights + h * (LP + 1) + LP)
-            values = ()
-            for e in tl.static_range(16):
-                values = values + (state[e] * factor,)
-            for j in range(valid + 1):
-                w = tl.load(weights + h * (LP + 1) + j)
-                pushed = ()
-                for p in tl.static_range(2):
-                    row = h * R + 2 * pair + p
-                    past = ring_x + j * (H * R) + row
-                    past = tl.load(past, mask=row_ok[p] & (j < valid), other=0.0)
-                    x = tl.load(x_ptr + inputs + row, mask=row_ok[p] & (j == valid), other=0.0)
-                    x = x.to(ring_x_ptr.dtype.element_ty)
-                    pushed = pushed + (tl.where(j < valid, past, x).to(tl.float32) * w,)
-                rows_B = ()
-                for i in tl.static_range(8):
-                    b = window + j * N + i * (N // 8) + column
-                    rows_B = rows_B + (tl.load(b, mask=column_ok, other=0.0),)
-                added = ()
-                for p in tl.static_range(2):
-                    for i in tl.static_range(8):
-                        step = pushed[p][:, None] * rows_B[i][None, :]
-                        added = added + (values[p * 8 + i] + step,)
-                values = added
-            for p in tl.static_range(2):
-                y = tl.zeros([PAIRS, WP], tl.float32)
-                for i in tl.static_range(8):
-                    c = tl.load(vector + i * (N // 8) + column, mask=column_ok, other=0.0)
-                    y += values[p * 8 + i] * c[None, :]
-                finish(
-                    tl.sum(y, 1), i_b, first, h * R + 2 * pair + p, row_ok[p], inputs,
-                    x_ptr, z_ptr, y_ptr, D_ptr, ring_x_ptr, z_stride, y_stride,
-                    R, D_ROWS, HAS_Z,
-                )  # fmt: skip
-            encode_state(
-                values, tl.load(key_ptr + i_b), tl.load(position_ptr + i_b), layer,
-                i_h + head_offset, pair, column, row_ok, column_ok,
-                code_ptr + slot * code_stride + i_h * CODE_HEAD,
-                low_ptr + slot * low_stride + i_h * LOW_HEAD,
-                scale_ptr + slot * scale_stride + i_h * SCALE_HEAD,
-                tile_ptr + slot * tile_stride + i_h * TILES,
-                copy_ptr + slot * copy_stride + i_h * COPY_HEAD,
-                copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD,
-                copy_tile_ptr + slot * copy_tile_stride + i_h * TILES,
-                UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, R, N,
-            )  # fmt: skip
+        encode_state(
+            values, tl.load(key_ptr + i_b), tl.load(position_ptr + i_b), layer,
+            i_h + head_offset, pair, column, row_ok, column_ok, code, low, scales, tiles,
+            copy_ptr + slot * copy_stride + i_h * COPY_HEAD,
+            copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD,
+            copy_tile_ptr + slot * copy_tile_stride + i_h * TILES,
+            UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, R, N,
+        )  # fmt: skip
+
+
+FLUSH_PROGRAMS_PER_SM = 16
+"""Programs of a flush: they share the tiles of all flushing rows, none is started for nothing."""
+
+
+@lru_cache(maxsize=32)
+def flush_programs(device: torch.device) -> int:
+    """Programs that a device holds at once; few where Triton interprets."""
+    if device.type != "cuda":
+        return 4
+    return FLUSH_PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def flush_rows(
+    views: StateViews,
+    config: StateConfig,
+    rows: StepRows,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    y: torch.Tensor,
+    *,
+    D: torch.Tensor | None,
+    z: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    dt_softplus: bool,
+    layer: int,
+    head_offset: int,
+) -> None:
+    """Launch the flush of the rows whose flag is set: their y, checkpoint and copy.
+
+    Arguments as ``reference.decode_step``, checked, each contiguous within a row; y takes the
+    result of flushing rows and keeps the others.
+    """
+    batch, heads, p = x.shape
+    groups, n = B.shape[1:]
+    device = x.device
+    ring_x, ring_dt, ring_B = views.ring_x, views.ring_dt, views.ring_B
+    assert ring_x is not None and ring_dt is not None and ring_B is not None
+    length = ring_x.shape[1]
+    lp = max(16, triton.next_power_of_2(length))
+    wp = triton.next_power_of_2(n // 8)
+    warps = launch_warps(n)
+    precise = 3 if config.update.name == "fp32" else 2
+    exact = ring_B.dtype == torch.bfloat16 and not config.rotate
+    terms = 1 if exact or not PTX.value else precise
+    scratch = {"dtype": torch.float32, "device": device}
+    listed = torch.empty(batch + 1, dtype=torch.int32, device=device)
+    weight = torch.empty(batch, heads, lp, **scratch)  # type: ignore[call-overload]
+    decay = torch.empty(batch, heads, **scratch)  # type: ignore[call-overload]
+    vector = torch.empty(batch, groups, n, **scratch)  # type: ignore[call-overload]
+    window = torch.empty(
+        batch, groups, terms, lp, 8 * wp, device=device,
+        dtype=torch.bfloat16 if PTX.value else torch.float32,
+    )  # fmt: skip
+    per_group = heads // groups
+    window_kernel[(groups, batch)](
+        dt, B, C, A, A if dt_bias is None else dt_bias,
+        signs(n, device) if config.rotate else A,
+        rotation_table(n, device) if config.rotate else A,
+        rows.slots, rows.valid, rows.flush, ring_dt, ring_B,
+        listed, weight, decay, window, vector,
+        dt.stride(0), B.stride(0), C.stride(0), ring_dt.stride(0), ring_B.stride(0), batch,
+        H=heads, G=groups, N=n, NP=triton.next_power_of_2(n), WP=wp, L=length, LP=lp,
+        PER=per_group, PERP=triton.next_power_of_2(per_group), TERMS=terms, WARPS=warps,
+        ROTATE=config.rotate, BLOCK=block_of(n), SOFTPLUS=dt_softplus,
+        HAS_BIAS=dt_bias is not None, num_warps=4,
+    )  # fmt: skip
+    planes, sizes = plane_arguments(views, config)
+    programs = min(batch * heads * sizes["TILES"], flush_programs(device))
+    flush_kernel[(programs,)](
+        x, x if z is None else z, y, A if D is None else D,
+        rows.slots, rows.valid, rows.position, rows.key, listed,
+        ring_x, weight, decay, window, vector,
+        x_stride=x.stride(0), z_stride=0 if z is None else z.stride(0), y_stride=y.stride(0),
+        ring_x_stride=ring_x.stride(0), layer=layer, head_offset=head_offset,
+        H=heads, G=groups, R=p, N=n, WP=wp, LP=lp, TERMS=terms, LEFT=precise, WARPS=warps,
+        D_ROWS=0 if D is None else D.ndim, HAS_Z=z is not None,
+        num_warps=warps, num_stages=1, **planes, **sizes, **rounding_sizes(config),
+    )  # fmt: skip

@@ -14,33 +14,27 @@ from ...state.layout import StateViews
 from ..common.check import check_rows, check_tensor, check_views
 from ..common.store import (
     check_state_size,
-    launch_warps,
     plane_arguments,
     read_state,
-    rounding_sizes,
 )
 from .decode import readout_kernel
-from .flush import flush_kernel
+from .flush import flush_rows
 from .reference import check_inputs, fold_ring
-
-FLUSH_PROGRAMS = 132 * 12
-"""Programs of a flush launch: twelve a multiprocessor of an H200."""
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """heads a program (at most), rows a readout block, warps of readout and of flush programs."""
+    """heads a readout program (at most), rows of a block, warps."""
 
     heads: int
     rows: int
     warps: int
-    flush_heads: int
 
 
 # NVIDIA H200, triton 3.6.0, Super geometry, batch 256, nvfp4 + fp16 SR, commit 260b7a6: this had
 # the best step of seven tried (242 us; readout 104 us); other widths of the copy were not tried.
 # key: bits of the readout's codes
-_BEST = LaunchConfig(heads=4, rows=64, warps=2, flush_heads=1)
+_BEST = LaunchConfig(heads=4, rows=64, warps=2)
 LAUNCH = {4: _BEST, 8: _BEST, 16: _BEST, 32: _BEST}
 
 
@@ -141,16 +135,9 @@ def decode_step(
         )  # fmt: skip
     else:
         y.zero_()
-    count, parts = split(chosen.flush_heads)
-    programs = min(batch * groups * parts, FLUSH_PROGRAMS)
-    vector = torch.empty(programs * n, dtype=torch.float32, device=device)
-    window = torch.empty(programs * length * n, dtype=torch.float32, device=device)
-    flush_kernel[(programs,)](
-        vector_ptr=vector, window_ptr=window, position_ptr=rows.position, key_ptr=rows.key,
-        layer=layer, head_offset=head_offset, batch=batch,
-        BP=max(256, triton.next_power_of_2(batch)),
-        L=length, HEADS=count, HEADS_P=triton.next_power_of_2(count), num_warps=launch_warps(n),
-        **inputs, **planes, **common, **sizes, **rounding_sizes(config),
+    flush_rows(
+        views, config, rows, x, dt, A, B, C, y,
+        D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, layer=layer, head_offset=head_offset,
     )  # fmt: skip
     return y
 

@@ -75,8 +75,8 @@ def float_codes(
     # scaled by this power of two, the fp32 bits of a magnitude are its code and then the bits that
     # rounding drops, in the subnormal range too
     align = 2.0 ** (-126 - emin)
+    field = (mag * align).view(torch.int32)
     if rand is not None:
-        field = (mag * align).view(torch.int32)
         if element.name == "fp16" and bits == 8:
             # the draw is added in fp32, as one instruction of a kernel does
             power = (mag.view(torch.int32) & 0x7F800000).clamp(min=113 << 23).view(torch.float32)
@@ -93,6 +93,9 @@ def float_codes(
     elif element.name == "bf16":
         field = mag.view(torch.int32)
         code = (field + 0x7FFF + ((field >> 16) & 1)) >> 16
+    elif element.name == "e2m1" and not up:
+        # below 1 the product above has rounded at 2**-23: what lies that near to a tie is one
+        code = (field + ((1 << (drop - 1)) - 1) + ((field >> drop) & 1)) >> drop
     else:
         exp = ((mag.view(torch.int32) >> 23) - 127).clamp(min=emin)
         steps = mag * ((m - exp + 127) << 23).view(torch.float32)  # exact: a power of two

@@ -1,0 +1,227 @@
+"""Adding a window of rank-one terms to a tile of a state, on the matrix units.
+
+The tile is sixteen tensors [8, W] (``planes``): plane i of all sixteen rows is one product
+[16, L] x [L, W]. Its rows are stacked even rows first, and the columns of the right operand are
+stored in the order in which a thread of ``mma.sync`` then owns the same W / 4 neighbours that it
+owns of a loaded tile; so the sum meets the state in registers, and nothing is exchanged.
+
+Operands are sums of bf16 numbers (``terms``): one term where a value has 8 bits, two for 16, three
+for all 24. Where inline PTX is off, products are plain fp32.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from ...formats.rotation import matrix
+from .planes import PAIRS, PTX
+
+
+@lru_cache(maxsize=32)
+def rotation_table(n: int, device: torch.device) -> torch.Tensor:
+    """The rotation of N elements without its 1 / sqrt(block): bf16 [NP, NP] of +-1 and 0."""
+    padded = triton.next_power_of_2(n)
+    table = torch.zeros(padded, padded, dtype=torch.bfloat16)
+    table[:n, :n] = matrix(n).sign()
+    return table.to(device)
+
+
+@triton.jit
+def list_flushes(slot_ptr, flush_ptr, list_ptr, batch, EVERY_STEP: tl.constexpr):
+    """list[0] = number of rows that flush, list[1:] their numbers in order (one program)."""
+    count = batch * 0
+    for start in range(0, batch, 128):
+        row = start + tl.arange(0, 128)
+        live = tl.load(slot_ptr + row, mask=row < batch, other=-1) >= 0
+        if EVERY_STEP:
+            chosen = live.to(tl.int32)
+        else:
+            due = tl.load(flush_ptr + row, mask=row < batch, other=0).to(tl.int32) != 0
+            chosen = (live & due).to(tl.int32)
+        at = 1 + count + tl.cumsum(chosen, 0) - chosen
+        tl.store(list_ptr + at, row, mask=chosen > 0)
+        count += tl.sum(chosen, 0)
+    tl.store(list_ptr, count)
+
+
+@triton.jit
+def _plane_and_column(n, W: tl.constexpr, WP: tl.constexpr):
+    """(plane, column) of element n of 8 WP; those beyond N = 8 W fill up the padded planes."""
+    plane = n // W
+    column = n % W
+    if W != WP:
+        rest = n - 8 * W
+        plane = tl.where(rest >= 0, rest // (WP - W), plane)
+        column = tl.where(rest >= 0, W + rest % (WP - W), column)
+    return plane, column
+
+
+@triton.jit
+def plane_order(n, W: tl.constexpr, WP: tl.constexpr):
+    """Place of element n where each plane of W is padded to WP."""
+    plane, column = _plane_and_column(n, W, WP)
+    return plane * WP + column
+
+
+@triton.jit
+def thread_order(n, W: tl.constexpr, WP: tl.constexpr, WARPS: tl.constexpr):
+    """Where a right operand keeps element n of N = 8 W: plane n // W, then the order of threads.
+
+    n is an int32 tensor below 8 WP; beyond N (W not a power of two) it counts the unused places.
+    """
+    MINE: tl.constexpr = WP // WARPS // 4  # neighbours that a thread owns
+    plane, column = _plane_and_column(n, W, WP)
+    place = column
+    if MINE >= 2:  # see add_window
+        warp = column // (4 * MINE)
+        thread = column // MINE % 4
+        place = (column % MINE // 2) * (8 * WARPS) + warp * 8 + thread * 2 + column % 2
+    return plane * WP + place
+
+
+@triton.jit
+def bf16_terms(x, TERMS: tl.constexpr):
+    """fp32 as a sum of bf16 numbers, largest first."""
+    out = ()
+    for _ in tl.static_range(TERMS):
+        term = x.to(tl.bfloat16)
+        out = out + (term,)
+        x = x - term.to(tl.float32)
+    return out
+
+
+@triton.jit
+def rotate_window(x, rotation_ptr, NP: tl.constexpr, COLUMNS: tl.constexpr):
+    """x [M, NP] (activations, M >= 16) times columns of the ``rotation_table``: fp32 [M, COLUMNS].
+
+    rotation_ptr points at the first of the columns.
+    """
+    row, column = tl.arange(0, NP)[:, None], tl.arange(0, COLUMNS)[None, :]
+    table = tl.load(rotation_ptr + row * NP + column)
+    if not PTX:
+        return tl.dot(x.to(tl.float32), table.to(tl.float32), input_precision="ieee")
+    elif x.dtype == table.dtype:
+        return tl.dot(x, table)
+    else:
+        terms = bf16_terms(x.to(tl.float32), 3)
+        out = tl.dot(terms[2], table)
+        out = tl.dot(terms[1], table, out)
+        return tl.dot(terms[0], table, out)
+
+
+@triton.jit
+def stack_rows(x, WIDTH: tl.constexpr):
+    """[WIDTH, 16] of a tile's rows in order -> [16, WIDTH], the even rows first."""
+    x = tl.reshape(x, (WIDTH, PAIRS, 2))
+    return tl.reshape(tl.permute(x, (2, 1, 0)), (2 * PAIRS, WIDTH))
+
+
+@triton.jit
+def unstack_rows(x, WP: tl.constexpr, WARPS: tl.constexpr):
+    """A product [16, WP] in thread order -> even and odd rows [8, WP] in their own order."""
+    if WP >= 8 * WARPS:
+        x = tl.reshape(x, (2, PAIRS, WP // WARPS // 8, WARPS, 4, 2))
+        x = tl.permute(x, (1, 3, 4, 2, 5, 0))
+    else:
+        x = tl.permute(tl.reshape(x, (2, PAIRS, WP)), (1, 2, 0))
+    return tl.split(tl.reshape(x, (PAIRS, WP, 2)))
+
+
+@triton.constexpr_function
+def _product_asm():
+    """One mma.m16n8k16: $0..$3 sums, $4..$11 even and odd rows and keys (two words each), sums."""
+    return (
+        "mov.b32 $0, $10; mov.b32 $1, $11; mov.b32 $2, $12; mov.b32 $3, $13; "
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{$0, $1, $2, $3}, {$4, $6, $5, $7}, {$8, $9}, {$0, $1, $2, $3};"
+    )
+
+
+@triton.jit
+def tile_product(even, odd, key, sums):
+    """sums + tile x keys over the sixteen columns of a plane, for eight tokens.
+
+    even, odd, key: fp16 [8, 16], loaded as ``planes`` loads (a thread owns four neighbours of one
+    row: lane 4 g + q holds row g, columns 4 q ...); sums fp32 [8, 16]: element (g, 4 q + 2 p + c)
+    is row 2 g + p of the tile, token 2 q + c. Which column meets which is the same on both sides,
+    so their order within the instruction does not matter.
+    """
+    ASM: tl.constexpr = _product_asm()
+    return tl.inline_asm_elementwise(
+        ASM, "=&f,=&f,=&f,=&f,r,r,r,r,r,r,f,f,f,f", [even, odd, key, sums],
+        dtype=tl.float32, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def product_rows(sums, LP: tl.constexpr):
+    """``tile_product`` sums of tokens 0-7, 8-15, ... -> [16, LP], even rows first."""
+    if LP == 16:
+        x = tl.join(sums[0], sums[1])
+        x = tl.permute(tl.reshape(x, (PAIRS, 4, 2, 2, 2)), (2, 0, 4, 1, 3))
+    else:
+        tl.static_assert(LP == 32, "windows of up to 32 tokens")
+        x = tl.join(tl.join(sums[0], sums[2]), tl.join(sums[1], sums[3]))
+        x = tl.permute(tl.reshape(x, (PAIRS, 4, 2, 2, 2, 2)), (2, 0, 4, 5, 1, 3))
+    return tl.reshape(x, (2 * PAIRS, LP))
+
+
+@triton.jit
+def opaque(x):
+    """x, fp32. Behind a ``tl.join`` Triton widens the operands of a product beyond an inner size of
+    16; it does not look behind this.
+    """
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1
+        )
+    else:
+        return x
+
+
+@triton.jit
+def stack_tile(even, odd, WP: tl.constexpr):
+    """Even and odd rows [8, WP] -> [16, WP], the even rows first."""
+    return tl.reshape(tl.permute(tl.join(even, odd), (2, 0, 1)), (2 * PAIRS, WP))
+
+
+@triton.jit
+def add_window(
+    values, factor, left, right_ptr,
+    WP: tl.constexpr, LP: tl.constexpr, WARPS: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr,
+):  # fmt: skip
+    """values * factor + left @ right, sixteen fp32 [8, WP].
+
+    left fp32 [16, LP] (``stack_rows``); right_ptr: RIGHT terms, each bf16 [LP, 8 WP] in
+    ``thread_order`` (fp32 and one term without PTX). LEFT terms are taken of ``left``.
+    """
+    token = tl.arange(0, LP)[:, None]
+    place = tl.arange(0, WP)[None, :]
+    MOST: tl.constexpr = LEFT if LEFT > RIGHT else RIGHT
+    if PTX:
+        lefts = bf16_terms(left, LEFT)
+    evens = ()
+    odds = ()
+    for i in tl.static_range(8):
+        at = right_ptr + token * (8 * WP) + i * WP + place
+        if WP < 8:  # too narrow for a product
+            right = tl.load(at).to(tl.float32)
+            for r in tl.static_range(1, RIGHT):
+                right += tl.load(at + r * (LP * 8 * WP)).to(tl.float32)
+            total = tl.sum(left[:, :, None] * right[None, :, :], 1)
+        elif PTX:
+            total = tl.zeros([2 * PAIRS, WP], tl.float32)
+            for r in tl.static_range(RIGHT):
+                right = tl.load(at + r * (LP * 8 * WP))
+                for k in tl.static_range(LEFT):
+                    if k + r < MOST:  # smaller products are below what the terms leave out
+                        total = tl.dot(lefts[k], right, total)
+        else:
+            total = tl.dot(left, tl.load(at), input_precision="ieee")
+        even, odd = unstack_rows(total, WP, WARPS)
+        evens = evens + (values[i] * factor + even,)
+        odds = odds + (values[8 + i] * factor + odd,)
+    return evens + odds
