@@ -122,7 +122,13 @@ def _buckets(
         loss = np.mean([u.tokens["loss"][part].mean(dtype=np.float64) for u in units]) - base
         out.append(
             Bucket(
-                low=low, high=high, n=n, kld=float(kld), top1=float(top1), delta_loss=float(loss)
+                low=low,
+                high=high,
+                n=n,
+                kld=float(kld),
+                top1=float(top1),
+                delta_loss=float(loss),
+                reference_loss=float(base),
             )
         )
         middles.append(1.0 + float(np.nonzero(part)[1].mean()))

@@ -127,7 +127,8 @@ class TailRecord(_Record):
 
 
 class Bucket(_Record):
-    """Tokens whose position (recurrent updates so far) lies in low..high - 1."""
+    """Tokens whose position (recurrent updates so far) lies in low..high - 1. reference_loss: of
+    fp32, in nats a token."""
 
     low: int
     high: int
@@ -135,6 +136,7 @@ class Bucket(_Record):
     kld: float
     top1: float
     delta_loss: float
+    reference_loss: float | None = None
 
 
 class UnitRecord(_Record):
