@@ -28,10 +28,11 @@ h1{font-size:1.6rem;margin:0 0 4px}h2{font-size:1.25rem;margin:40px 0 6px}
 h3{font-size:1.02rem;margin:22px 0 6px}
 p{margin:6px 0}.muted,figcaption,.note{color:var(--muted);font-size:.87rem}
 .card{background:var(--paper);border:1px solid var(--grid);border-radius:8px}
-.scroll{overflow-x:auto;margin:8px 0}
+.scroll{overflow:auto;max-height:86vh;margin:8px 0}
 table{border-collapse:collapse;width:100%;font-size:.84rem;font-variant-numeric:tabular-nums}
 th,td{padding:5px 9px;text-align:right;white-space:nowrap;border-bottom:1px solid var(--grid)}
 th{font-weight:600;color:var(--muted);vertical-align:bottom}
+thead th{position:sticky;top:0;background:var(--paper)}thead th:first-child{z-index:1}
 th:first-child{text-align:left;position:sticky;left:0;background:var(--paper)}
 tbody th{color:var(--ink)}
 tbody tr:last-child>*{border-bottom:0}

@@ -69,7 +69,7 @@ GROUPS = {
     "shared": ("one state, replayed", SERIES[2], "^"),
     "per-step": ("one state, rounded each token", SERIES[3], "X"),
 }
-MOST_LINES, MOST_ROWS = 8, 24
+MOST_LINES, MOST_ROWS, MOST_NAMES = 8, 24, 12
 
 
 @dataclass
@@ -171,6 +171,50 @@ def standalone(figure: Figure) -> str:
     return figure.svg.replace("<title>", style + "<title>", 1) + "\n"
 
 
+def _name_points(
+    fig: Any, ax: Any, named: Sequence[tuple[float, float, str]], others: Sequence[Any] = ()
+) -> None:
+    """Names beside points (x, y, name) where nothing else is; a thin line where that is not near.
+
+    Limits and scales must be set: places are searched on the drawn canvas, in points.
+    """
+    fig.canvas.draw()
+    unit = 72 / fig.dpi
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        px, py = ax.transData.transform((x, y))
+        return px * unit, py * unit
+
+    box = ax.get_window_extent()
+    right, low, high = box.x1 * unit + 8, box.y0 * unit, box.y1 * unit
+    taken = [(x - 3, y - 3, x + 3, y + 3) for x, y in (place(*o[:2]) for o in (*named, *others))]
+    for x, y, name in sorted(named, key=lambda p: -p[1]):
+        px, py = place(x, y)
+        width, best = 4.3 * len(name), None
+        for shift in sorted(range(-90, 91, 5), key=abs):
+            for side in (7, -7 - width, 16, -16 - width):
+                at = (px + side, py + shift - 4.5, px + side + width, py + shift + 4.5)
+                inside = at[2] < right and at[1] > low and at[3] < high and at[0] > box.x0 * unit
+                free = all(
+                    at[2] < t[0] or at[0] > t[2] or at[3] < t[1] or at[1] > t[3] for t in taken
+                )
+                if inside and free:
+                    best = (side, shift, at)
+                    break
+            if best is not None:
+                break
+        side, shift, at = best or (7, 0, (px, py, px, py))
+        taken.append(at)
+        arrow = None
+        if abs(shift) > 6:
+            arrow = {"arrowstyle": "-", "color": MUTED, "lw": 0.5, "shrinkA": 0, "shrinkB": 3}
+        ax.annotate(
+            name, (x, y), (side if side > 0 else side + width, shift), textcoords="offset points",
+            fontsize=8, color=INK, va="center", ha="left" if side > 0 else "right",
+            arrowprops=arrow,
+        )  # fmt: skip
+
+
 def _arms(run: RunRecord) -> dict[str, ArmRecord]:
     return {a.name: a for a in run.arms}
 
@@ -179,14 +223,18 @@ def _found(run: RunRecord, model: str, task: str) -> list[Comparison]:
     return [c for c in run.comparisons if (c.model, c.task) == (model, task)]
 
 
-def _picked(run: RunRecord, found: Sequence[Comparison], most: int) -> list[Comparison]:
-    """At most ``most`` comparisons, the run's candidates and L = 16 first, in the run's order."""
+def _picked(
+    run: RunRecord, model: ModelRecord, found: Sequence[Comparison], most: int
+) -> list[Comparison]:
+    """At most ``most`` comparisons in the run's order: recipes, then stochastic rounding at L = 16,
+    then states that are rounded at every token."""
     arms = _arms(run)
 
     def rank(c: Comparison) -> tuple[bool, bool, bool]:
-        config = arms[c.arm].config or {}
+        a = arms[c.arm]
+        config = a.config or {}
         usual = config.get("buffer_len") == 16 and config.get("rounding") == "sr"
-        return (not usual, group_of(arms[c.arm]) == "per-step", c.role != "candidate")
+        return (not recipes_of(a, model), not usual, group_of(a) != "per-step")
 
     kept = sorted(found, key=rank)[:most]
     return [c for c in found if c in kept]
@@ -200,7 +248,7 @@ def position(run: RunRecord, model: ModelRecord, task: TaskRecord) -> Figure | N
         return None
     floor = next((c for c in found if c.role == "floor"), None)
     arms, title = _arms(run), f"Divergence by position: {model.name}, {task.name}"
-    shown = _picked(run, lines, MOST_LINES)
+    shown = _picked(run, model, lines, MOST_LINES)
 
     def paint(fig: Any, ax: Any) -> None:
         least = min(b.kld for c in shown for b in c.buckets if b.kld > 0)
@@ -259,8 +307,9 @@ def pareto(run: RunRecord, model: ModelRecord, task: TaskRecord) -> Figure | Non
     for p in sorted(points, key=lambda p: (p[0], p[1])):
         if not best or p[1] < best[-1][1]:
             best.append(p)
-    named = [p for p in points if p in best or recipes_of(p[3], model)]
-    named.sort(key=lambda p: -p[1])
+    recipes = [p for p in points if recipes_of(p[3], model)]
+    named = best[:: math.ceil(len(best) / max(1, MOST_NAMES - len(recipes)))]
+    named += [p for p in recipes if p not in named]
     unit = 1e6 if max(p[0] for p in points) >= 1e6 else 1e3
 
     def paint(fig: Any, ax: Any) -> None:
@@ -273,16 +322,7 @@ def pareto(run: RunRecord, model: ModelRecord, task: TaskRecord) -> Figure | Non
                     edgecolors=PAPER, linewidths=0.5, label=label, zorder=2,
                 )  # fmt: skip
         ax.set_yscale("log")
-        low, high = min(p[1] for p in points), max(p[1] for p in points)
-        decades = max(math.log10(high / low), 1)
-        last = math.inf
-        for p in named:  # from the top down, so that no name covers another
-            at = min(math.log10(p[1]), last - 0.055 * decades)
-            last = at
-            ax.annotate(
-                p[3].label, (p[0] / unit, p[1]), (8, (at - math.log10(p[1])) * 150 / decades),
-                textcoords="offset points", fontsize=8, color=INK, va="center",
-            )  # fmt: skip
+        low = min(p[1] for p in points)
         if floor is not None and floor > 0:
             ax.axhspan(min(floor, low) / 3, floor, color=BAND, alpha=0.25, lw=0)
             if floor > low / 1e4:
@@ -293,13 +333,19 @@ def pareto(run: RunRecord, model: ModelRecord, task: TaskRecord) -> Figure | Non
         ax.set_xlabel("MB a request" if unit == 1e6 else "kB a request")
         ax.set_ylabel("KLD, nats a token")
         fig.legend(loc="outside lower center", ncols=2)
+        _name_points(
+            fig,
+            ax,
+            [(p[0] / unit, p[1], p[3].label) for p in named],
+            [(p[0] / unit, p[1]) for p in points if p not in named],
+        )
 
     rows = [
         [a.label, size(stored), nats(kld), "yes" if any(b[2] is c for b in best) else ""]
         for stored, kld, c, a in sorted(points, key=lambda p: p[0])
     ]
     note = "Checkpoint, copy, scales and ring, all recurrent layers. Lower left is better; named: "
-    note += "what no other state beats in both, and recipes."
+    note += "recipes, and some of what no other state beats in both (the line)."
     head = ["state", "bytes a request", "KLD", "best"]
     return Figure(title, note, _draw(paint, 5.4, 3.9, title, note), head, rows)
 
@@ -311,7 +357,7 @@ def forest(run: RunRecord, model: ModelRecord, task: TaskRecord) -> Figure | Non
     if not others or task.scored == "likelihood":
         return None
     arms = _arms(run)
-    shown = _picked(run, others, MOST_ROWS)
+    shown = _picked(run, model, others, MOST_ROWS)
     shown = [c for c in found if c.role == "floor"] + sorted(shown, key=lambda c: -c.delta.value)
     title = f"Change of accuracy: {model.name}, {task.name}"
     looks = {"PASS": (SERIES[2], "o"), "FAIL": (SERIES[1], "X")}
@@ -425,24 +471,18 @@ def throughput(rows: Sequence[dict[str, Any]], batch: int) -> list[Figure]:
         title = f"Bytes against speed: {op}, {geometry}, batch {batch}"
 
         def paint(fig: Any, ax: Any, points: list[Any] = points) -> None:
-            top, last = max(p[1] for p in points), math.inf
+            top = max(p[1] for p in points)
             for p in points:
                 theirs = p[2]["design"].startswith("vllm")
                 ax.plot(
                     [p[0] / 1e3], [p[1] / 1e6], ls="", ms=6,
                     color=SERIES[1] if theirs else SERIES[0], marker="s" if theirs else "o",
                 )  # fmt: skip
-            for p in sorted(points, key=lambda p: -p[1]):
-                at = min(p[1], last - 0.05 * top)
-                last = at
-                ax.annotate(
-                    p[2]["design"], (p[0] / 1e3, p[1] / 1e6), (8, (at - p[1]) / top * 170),
-                    textcoords="offset points", fontsize=8, va="center",
-                )  # fmt: skip
             ax.set_xlim(0, max(p[0] for p in points) / 1e3 * 1.3)
             ax.set_ylim(0, top / 1e6 * 1.08)
             ax.set_xlabel("kB that a token moves in a layer")
             ax.set_ylabel("million tokens a second, one layer")
+            _name_points(fig, ax, [(p[0] / 1e3, p[1] / 1e6, p[2]["design"]) for p in points])
 
         table = [
             [r["design"], size(b), f"{t / 1e6:.3g} M/s", f"{r['time_us']:.1f} us", r["gpu"]]

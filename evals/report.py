@@ -130,7 +130,8 @@ def percent(x: float | None, digits: int = 1) -> str:
     return "–" if x is None else f"{100 * x:.{digits}f}"
 
 
-def _delta(c: Comparison, likelihood: bool) -> str:
+def delta_text(c: Comparison, likelihood: bool) -> str:
+    """A change with its interval: points, or nats a token for likelihood."""
     d, scale, digits = c.delta, (1.0 if likelihood else 100.0), (4 if likelihood else 1)
     if not all(map(math.isfinite, (d.value, d.low, d.high))):
         return "not finite" if not math.isfinite(d.value) else f"{scale * d.value:+.{digits}f}"
@@ -360,10 +361,10 @@ def _task_rows(run: RunRecord, model: ModelRecord, task: TaskRecord) -> Table:
             row += [nats(c.kld.mean if c.kld else None), nats(c.kld.p99 if c.kld else None)]
             row.append(percent(c.top1.value if c.top1 else None, 2))
         if likelihood:
-            row.append(_delta(c, True))
+            row.append(delta_text(c, True))
         else:
             before, after = percent(c.reference_accuracy), percent(c.accuracy)
-            row += [f"{before} -> {after}", _delta(c, False)]
+            row += [f"{before} -> {after}", delta_text(c, False)]
         if exact:
             row += [
                 f"{percent(c.reference_exact, 0)} -> {percent(c.exact, 0)}",
@@ -475,7 +476,7 @@ def summary(run: RunRecord) -> str:
                 continue
             mean = nats(c.kld.mean if c.kld else None)
             row += [f"{a.bytes[model.name].ratio:.2f}x", mean]
-            row.append(f"{percent(c.accuracy)}, {_delta(c, False)}")
+            row.append(f"{percent(c.accuracy)}, {delta_text(c, False)}")
         rows.append(row)
     base = ", ".join(
         f"{m.name} {percent(c.reference_accuracy)} %"
@@ -499,7 +500,9 @@ def results_page(runs: dict[str, RunRecord]) -> str:
     """The page of committed results: for each file its summary and every table."""
     parts = []
     for name, run in runs.items():
-        parts += [f"## {name}", summary(run)]
+        parts.append(f"## {name}")
+        if any(t.scored == "accuracy" for t in run.tasks):
+            parts.append(summary(run))
         text = markdown(run)
         body = text[text.index("\n") + 1 :].strip()
         parts.append(re.sub(r"^(##+ )", r"#\1", body, flags=re.MULTILINE))
@@ -513,6 +516,9 @@ def _position_rows(run: RunRecord, model: str, task: TaskRecord) -> Table:
     spans = [(b.low, b.high) for b in found[0].buckets]
     head = ["KLD by position", *(f"{low}–{high - 1}" for low, high in spans), "slope"]
     rows = []
+    if all(b.reference_loss is not None for b in found[0].buckets):
+        losses = [f"{b.reference_loss:.3g}" for b in found[0].buckets]
+        rows.append(["(loss of fp32, nats)", *losses, "–"])
     for c in found:
         by_span = {(b.low, b.high): b.kld for b in c.buckets}
         slope = "–" if c.kld_slope is None else f"{c.kld_slope:.2f}"

@@ -18,6 +18,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -320,7 +321,9 @@ class ResolvedRecipe:
 
     @property
     def evidence(self) -> tuple[Evidence, ...]:
-        return tuple(Evidence(**e) for e in self.settings.get("evidence") or ())
+        """Named in the recipe itself, then committed results of exactly these settings."""
+        own = self.settings.get("evidence") or ()
+        return tuple(Evidence(**e) for e in (*own, *committed_evidence().get(self.digest, ())))
 
     def has_evidence(self, model: str) -> bool:
         """True if a committed result of exactly this model backs the settings."""
@@ -374,6 +377,13 @@ class ResolvedRecipe:
                 raise RecipeError(f"recipe {self.label}, layer {index}: {error}") from None
             out[index] = config
         return out
+
+
+@cache
+def committed_evidence() -> dict[str, list[dict[str, str]]]:
+    """``recipes/evidence.json``, made from committed results: evidence by settings' digest."""
+    path = FOLDER / "evidence.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def _load(name: str, base: Path | None = None) -> Recipe:
@@ -544,7 +554,10 @@ def main(argv: list[str] | None = None) -> int:
             resolved = resolve(args.name)
             head = {"name": resolved.label, "digest": resolved.digest}
             head["state"] = resolved.config().label
-            print(yaml.safe_dump(head | resolved.settings, sort_keys=False, width=98), end="")
+            settings = dict(resolved.settings)
+            if resolved.evidence:
+                settings["evidence"] = [e.model_dump(exclude_none=True) for e in resolved.evidence]
+            print(yaml.safe_dump(head | settings, sort_keys=False, width=98), end="")
         else:
             print("\n".join(validate(args.names)))
     except RecipeError as error:

@@ -192,3 +192,8 @@ def test_results_page_holds_every_file_newest_first(run: RunRecord, tmp_path, ca
     assert text.index("## b.json") < text.index("## a.json")
     assert "\n### model\n" in text and "\n#### task\n" in text
     assert door.main([str(tmp_path / "none"), "--format", "results"]) == 2
+
+
+def test_a_page_of_results_takes_a_run_without_accuracy(run: RunRecord) -> None:
+    run.tasks[0] = run.tasks[0].model_copy(update={"scored": "likelihood"})
+    assert "## a.json" in report.results_page({"a.json": run})

@@ -1,0 +1,273 @@
+"""What the repository says about its committed results, made from them and nothing else.
+
+    python -m replayssm_quant.evals.report_publish [--check]
+
+writes ``evals/results/RESULTS.md`` and the figures beside it, the README's first table and plot
+(between its result marks), and ``recipes/evidence.json``: for each recipe's settings the committed
+results that were measured with exactly them. ``--check`` writes nothing and fails if a text would
+change; figures are left out of the check, since they depend on matplotlib's version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from .. import recipe as recipes
+from .._paths import drop_checkout
+from . import plots, report
+from .arms import STORY, Arm, arm, parse_arm
+from .files import write_text
+from .matrix import LENGTHS, PLANAR, PUBLISHED, STANDARD
+from .schema import Comparison, ModelRecord, ResultError, RunRecord, TaskRecord
+
+ROOT = Path(__file__).resolve().parents[1]
+"""The checkout: evals/ and recipes/ lie in it, also where they are reached through the package."""
+MATRIX, LONG = "matrix-formats", "matrix-long"
+
+HEAD = """# Results
+
+Made by `python -m replayssm_quant.evals.report_publish` from the result files beside this one; a
+test compares the two, so edit neither by hand. A result is measured and committed like this:
+
+```
+python -m replayssm_quant.evals.matrix formats --out out/formats
+cp out/formats/results.json evals/results/formats-DATE.json
+python -m replayssm_quant.evals.report_publish
+```
+
+`python -m replayssm_quant.report evals/results --out out` turns the same files into an HTML page
+with every figure. KLD is KL(fp32 || it) in nats at the scored tokens; `fp32 again` is the noise
+floor, fp32 summed in another order. Changes are in points against fp32, with paired 95 % intervals
+over documents.
+"""
+
+
+def _by_suite(runs: Mapping[str, RunRecord], suite: str) -> dict[str, RunRecord]:
+    return {n: r for n, r in runs.items() if r.suite == suite}
+
+
+def _found(run: RunRecord, model: str, task: str) -> dict[str, Comparison]:
+    """Comparisons by the digest of their arm."""
+    digests = {a.name: a.digest for a in run.arms}
+    return {digests[c.arm]: c for c in run.comparisons if (c.model, c.task) == (model, task)}
+
+
+def _digest(text: str) -> str:
+    return arm("candidate", parse_arm(text)).digest
+
+
+def _format_name(text: str) -> str:
+    config = parse_arm(text + ":rn")
+    return config.label.replace(" RN", "", 1)
+
+
+def _cell(c: Comparison | None, what: str) -> str:
+    if c is None:
+        return "–"
+    if what == "kld":
+        return report.nats(c.kld.mean if c.kld else None)
+    return report.delta_text(c, what == "loss")
+
+
+def matrix_tables(run: RunRecord, model: ModelRecord, task: TaskRecord) -> list[str]:
+    """Divergence, then change of accuracy (or loss): formats by rounding and L."""
+    found = _found(run, model.name, task.name)
+    columns = [(r, n) for r in ("sr", "rn") for n in sorted(LENGTHS)]
+    head = ["", *(f"{r.upper()}, L {n}" for r, n in columns)]
+    out = []
+    for what in ("kld", "loss" if task.scored == "likelihood" else "accuracy"):
+        rows = []
+        for text in (*PUBLISHED, *STANDARD, *PLANAR):
+            cells = [_cell(found.get(_digest(f"{text}:{r}@{n}")), what) for r, n in columns]
+            if set(cells) != {"–"}:
+                rows.append([_format_name(text), *cells])
+        name = {"kld": "KLD", "loss": "change of nats a token [95 %]"}.get(what, "points [95 %]")
+        out.append(report.markdown_table([name, *head[1:]], rows))
+    return out
+
+
+def bytes_table(run: RunRecord, model: ModelRecord) -> str:
+    """Bits an element and how much smaller a request's state is than in fp32, by L."""
+    arms = {a.digest: a for a in run.arms}
+    head = ["state", "bits an element", *(f"ratio, L {n}" for n in sorted(LENGTHS))]
+    rows = []
+    for text in (*PUBLISHED, *STANDARD, *PLANAR):
+        held = [arms.get(_digest(f"{text}:sr@{n}")) for n in sorted(LENGTHS)]
+        first = next((a for a in held if a is not None and model.name in a.bytes), None)
+        if first is None:
+            continue
+        size = first.bytes[model.name]
+        bits = 8 * (size.stored - size.ring) / model.state_elements
+        ratios = ["–" if a is None else f"{a.bytes[model.name].ratio:.2f}x" for a in held]
+        rows.append([_format_name(text), f"{bits:.2f}", *ratios])
+    return report.markdown_table(head, rows)
+
+
+def _section(name: str, run: RunRecord) -> list[str]:
+    parts = [f"## {name}", report.made_with(run)]
+    for model in run.models:
+        parts += [f"### {model.name}", report.model_line(model)]
+        if run.suite == MATRIX:
+            parts += [bytes_table(run, model)]
+        else:
+            rows = [report.overview_cells(r) for r in report.overview(run, model)]
+            parts += [
+                report.markdown_table(report.OVERVIEW, rows),
+                report.overview_note(run, model),
+            ]
+        for task in run.tasks:
+            tables = report.task_tables(run, model, task)
+            if not tables:
+                continue
+            parts += [f"#### {task.name}", report.task_note(run, model.name, task) + "."]
+            if run.suite == MATRIX:
+                parts += matrix_tables(run, model, task)
+                kept = [r for r in tables[0][1] if "L1" in r[0] or r[0] == "fp32 again"]
+                parts += ["Rounded at every token, and the floor:"]
+                parts += [report.markdown_table(tables[0][0], kept)]
+            else:
+                parts += [report.markdown_table(*t) for t in tables[:-1]]
+    return parts
+
+
+def results_md(runs: Mapping[str, RunRecord]) -> str:
+    """The text of RESULTS.md."""
+    order = (MATRIX, LONG)
+    names = sorted(runs, key=lambda n: order.index(runs[n].suite) if runs[n].suite in order else 9)
+    parts = [HEAD.strip()]
+    for name in names:
+        parts += _section(name, runs[name])
+    return "\n\n".join(parts) + "\n"
+
+
+def story(run: RunRecord) -> RunRecord:
+    """The arms of the README's table, of a run that may have many more."""
+    digests = {_digest(text) for _, text in STORY}
+    arms = [a for a in run.arms if a.role in ("reference", "floor") or a.digest in digests]
+    order = {_digest(text): i for i, (_, text) in enumerate(STORY)}
+    arms.sort(key=lambda a: order.get(a.digest, -1))
+    names = {a.name for a in arms}
+    kept = [c for c in run.comparisons if c.arm in names]
+    return run.model_copy(update={"arms": arms, "comparisons": kept})
+
+
+def _first(runs: Mapping[str, RunRecord], suite: str) -> RunRecord:
+    found = _by_suite(runs, suite)
+    if not found:
+        raise ResultError(
+            f"no committed result of suite {suite}; measure one and put it into evals/results"
+        )
+    return next(iter(found.values()))
+
+
+def readme_part(runs: Mapping[str, RunRecord]) -> str:
+    """What stands between the README's result marks."""
+    run = _first(runs, MATRIX)
+    images = " ".join(
+        f'<img src="evals/results/{_figure_name(m)}" alt="Divergence against bytes a request, '
+        f'{m.name}" width="48%">'
+        for m in run.models
+    )
+    return f"{report.summary(story(run))}\n\n{images}"
+
+
+def _figure_name(model: ModelRecord) -> str:
+    return f"pareto-{model.name}.svg"
+
+
+def figure_files(runs: Mapping[str, RunRecord]) -> dict[str, str]:
+    """SVG files by name, for README and RESULTS.md."""
+    run = _first(runs, MATRIX)
+    out = {}
+    for model in run.models:
+        figure = plots.pareto(run, model, run.tasks[0])
+        if figure is not None:
+            out[_figure_name(model)] = plots.standalone(figure)
+    return out
+
+
+def evidence(runs: Mapping[str, RunRecord]) -> str:
+    """``recipes/evidence.json``: committed results by the digest of a recipe's settings."""
+    out: dict[str, list[dict[str, str]]] = {}
+    for path in recipes.shipped().values():
+        for resolved in recipes.variants(recipes.read(path)):
+            if resolved.settings.get("layers") or resolved.digest in out:
+                continue
+            digest = Arm("", "candidate", resolved.config()).digest
+            found = [e for n, r in runs.items() for e in _evidence_of(n, r, digest)]
+            if found:
+                out[resolved.digest] = found
+    return json.dumps(out, indent=1, sort_keys=True) + "\n"
+
+
+def _evidence_of(name: str, run: RunRecord, digest: str) -> list[dict[str, str]]:
+    """One entry for each model that a result measured with these settings."""
+    found = []
+    for model in run.models:
+        notes = []
+        for task in run.tasks:
+            c = _found(run, model.name, task.name).get(digest)
+            if c is None or c.role == "floor":
+                continue
+            note = f"{task.name} {c.verdict}"
+            if c.kld is not None:
+                note += f", KLD {report.nats(c.kld.mean)}"
+            if c.accuracy is not None:
+                before, after = report.percent(c.reference_accuracy), report.percent(c.accuracy)
+                note += f", {before} -> {after} %"
+            notes.append(note)
+        if notes:
+            entry = {"model": model.name, "result": name, "note": "; ".join(notes)}
+            if run.environment.commit:
+                entry["commit"] = run.environment.commit[:12]
+            found.append(entry)
+    return found
+
+
+def texts(root: Path = ROOT) -> dict[Path, str]:
+    """Every generated text by its path. Raises ResultError."""
+    folder = root / "evals" / "results"
+    runs = report.load_all(folder)
+    readme = root / "README.md"
+    old = readme.read_text(encoding="utf-8")
+    return {
+        folder / "RESULTS.md": results_md(runs),
+        readme: report.replace_part(old, readme_part(runs), readme.name),
+        root / "recipes" / "evidence.json": evidence(runs),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; exit code 1 where --check finds a difference, 2 for results of no use."""
+    drop_checkout()
+    parser = argparse.ArgumentParser(
+        prog="python -m replayssm_quant.evals.report_publish", description="Publish results."
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
+    args = parser.parse_args(argv)
+    try:
+        made = texts()
+        if args.check:
+            stale = [
+                p for p, t in made.items() if not p.is_file() or p.read_text(encoding="utf-8") != t
+            ]
+            for path in stale:
+                print(f"{path.relative_to(ROOT)} differs from what the results make of it")
+            return 1 if stale else 0
+        folder = ROOT / "evals" / "results"
+        made |= {folder / n: t for n, t in figure_files(report.load_all(folder)).items()}
+    except ValueError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    for path, text in made.items():
+        write_text(path, text)
+        print(path.relative_to(ROOT))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
