@@ -139,10 +139,10 @@ class RoundTrip:
     # --- random bits ------------------------------------------------------------------------------
 
     def _uniform(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
-        """unit * (r + 0.5) / 256 for each element, fp32 [b, H, R, N]; None for nearest rounding.
+        """The draw of each element, fp32 [b, H, R, N]; None for nearest rounding.
 
-        The unit is 1 for integers; for floats it is one step of the format, counted in the last
-        places of an fp32 number.
+        For integers (r - 127.5) / 256; for floats (r + 0.5) / 256 of one step of the format,
+        counted in the last places of an fp32 number.
         """
         if not self.config.uses_random_bits:
             return None
@@ -151,7 +151,10 @@ class RoundTrip:
         out = torch.stack(self._philox(keys, positions), 2).to(torch.int32)
         byte = (out.view(-1, heads, pairs, 4, 1, words) >> self._shift).bitwise_and_(255)
         u = byte.to(torch.float32).view(-1, heads, 2 * pairs, n)[:, :, :rows]
-        return u.mul_(self._unit * 2.0**-8).add_(self._unit * 2.0**-9)
+        first = self._unit * 2.0**-9
+        if self.config.update.kind != "float":
+            first -= 0.5
+        return u.mul_(self._unit * 2.0**-8).add_(first)
 
     def _philox(self, keys: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
         """The four words int64 [b, H * pairs, W] (flat in the last two) of every counter."""
@@ -191,7 +194,9 @@ class RoundTrip:
         else:
             t = torch.clamp(x, -fmt.max_code, fmt.max_code, out=out)
         if fmt.kind != "float":
-            t.round_() if u is None else t.add_(u).floor_()
+            (t if u is None else t.add_(u)).round_()
+            if u is not None:
+                t.clamp_(-fmt.max_code, fmt.max_code)
             if high is not None:
                 half = float(1 << (fmt.lo_bits - 1))
                 torch.add(t, half, out=high).mul_(2.0**-fmt.lo_bits).floor_()
@@ -201,6 +206,8 @@ class RoundTrip:
             element = ELEMENTS[fmt.element]
             if u is None:
                 self._nearest(t, element)
+            elif element.name == "fp16":
+                self._draw_fp16(x, t, element, u)
             else:
                 self._stochastic(t, element, u)
         if scale is not None:
@@ -246,11 +253,32 @@ class RoundTrip:
             dtype = torch.float16 if element.name == "fp16" else torch.bfloat16
             t.copy_(t.to(dtype))
             return
-        # 1.5 * 2**(exponent + 23 - m): t added to it keeps m bits behind its leading one
         magic = self._buffer("a", t)
+        if element.name == "e2m1":  # what lies within 2**-23 of a tie below 1 is one
+            torch.abs(t, out=magic)
+            near = magic.add(1.0).sub_(1.0)
+            torch.where(magic < 1, near, magic, out=magic)
+            torch.copysign(magic, t, out=t)
+        # 1.5 * 2**(exponent + 23 - m): t added to it keeps m bits behind its leading one
         field = torch.bitwise_and(_bits(t), _EXPONENT, out=_bits(magic))
         field.clamp_(min=(emin + 127) << 23).add_(((23 - m) << 23) + 0x400000)
         t.add_(magic).sub_(magic)
+
+    def _draw_fp16(
+        self, x: torch.Tensor, t: torch.Tensor, element: Element, u: torch.Tensor
+    ) -> None:
+        """t, x clamped, to fp16: the draw is added in fp32 and the sum cut. Infinities stay."""
+        mag = torch.abs(t, out=self._buffer("a", t))
+        power = self._buffer("b", t)
+        field = torch.bitwise_and(_bits(mag), _EXPONENT, out=_bits(power))
+        field.clamp_(min=(element.emin + 127) << 23)
+        mag.add_(torch.mul(power, u, out=self._buffer("c", t)).mul_(2.0**-23))
+        # the fp32 bits of mag times this are its code and then the bits that are cut
+        align = 2.0 ** (-126 - element.emin)
+        _bits(mag.clamp_(max=element.max).mul_(align)).bitwise_and_(-1 << (23 - element.mantissa))
+        mag.mul_(1 / align)
+        torch.copysign(mag, t, out=t)
+        t.copy_(torch.where(x.isinf(), x, t))
 
     def _stochastic(self, t: torch.Tensor, element: Element, u: torch.Tensor) -> None:
         """t, at most element.max, to the value below or above in magnitude, by u in (0, unit).
