@@ -55,6 +55,7 @@ def split_state(
     requests: Sequence[int | str] | None = None,
     seed: int | None = None,
     impl: str | None = None,
+    drafts: int = 0,
 ) -> Iterator[HFState]:
     """Attach a split state to a loaded transformers model for the length of the block.
 
@@ -62,7 +63,9 @@ def split_state(
     fp32 state). requests: an id for each row of a batch, from which its random key follows together
     with ``seed`` (default: the config's); without ids the row's index. A batch that is a multiple
     of the ids repeats each, as ``generate`` expands its rows for beams or samples. impl: passed to
-    ``replayssm_quant.ops``.
+    ``replayssm_quant.ops``. drafts: tokens that assisted generation may propose at a time, 0 to 7;
+    above 0 ``model.generate(..., prompt_lookup_num_tokens=N)`` works, which transformers refuses
+    for a recurrent model: rejected tokens are forgotten by moving a cursor.
 
     Inside, ``model.generate(...)`` and calls with a ``DynamicCache`` (new, or filled before the
     block) decode through the split state. On leaving, also by an exception, the model's functions
@@ -70,7 +73,7 @@ def split_state(
     again. Raises ValueError for a model, a cache or a format that is not supported, RuntimeError if
     a split state is attached already.
     """
-    with attach(model, config, requests, seed, impl).attached() as state:
+    with attach(model, config, requests, seed, impl, drafts).attached() as state:
         yield state
 
 

@@ -4,7 +4,8 @@ A ``StateHandle`` takes the place of the fp32 tensor in ``cache.layers[i].recurr
 prefill hands its final state to ``update_recurrent_state``, which stores it in the handle's
 checkpoint and copy; single tokens come in through the decode function of the family and run on
 ``replayssm_quant.ops``; several tokens at once get the ring folded into an fp32 state, run through
-transformers' own chunk function and start a new window.
+transformers' own chunk function and start a new window. With drafts a few tokens at once are
+verified instead: they stay pending until the next call, and ``crop`` takes some of them back.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from transformers.cache_utils import (
 from .. import ops
 from ..config import StateConfig
 from ..formats.philox import request_key
-from ..state.cache import StatePool, StepRows
+from ..state.cache import StatePool, StepRows, VerifyRows
+from ..state.layout import ring_capacity
 from .hf_models import (
     CHUNK_FUNCTIONS,
     RING_STORAGE,
@@ -63,6 +65,7 @@ class StateHandle:
         self.geometry = owner.found.layers[layer]
         self.config = owner.configs[layer]
         self.pool: StatePool | None = None
+        self.pending = 0
 
     # what transformers may ask of the tensor that it expects here
 
@@ -92,7 +95,7 @@ class StateHandle:
         return self._with(pool, index.to(pool.valid.device))
 
     def zero_(self) -> StateHandle:
-        self.pool = None
+        self.pool, self.pending = None, 0
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> StateHandle:
@@ -126,6 +129,7 @@ class StateHandle:
             rows,
             ring_storage=self.ring_storage,
             device=device,
+            drafts=self.owner.drafts,
         )
 
     def _slots(self, pool: StatePool) -> torch.Tensor:
@@ -135,10 +139,44 @@ class StateHandle:
         new = StateHandle(self.owner, self.layer, self.ring_storage)
         new.pool = self._new_pool(source.numel(), source.device)
         new.pool.restore(new._slots(new.pool), pool.save(source))
+        new.pending = self.pending
         return new
 
     def _rows(self, pool: StatePool) -> StepRows:
+        self.keep(self.pending)  # what no crop has taken back
         return pool.rows(self._slots(pool))
+
+    def keep(self, tokens: int) -> None:
+        """Keep the first ``tokens`` of those that the last call left pending; forget the others."""
+        if self.pending and self.pool is not None:
+            slots = self._slots(self.pool)
+            self.pool.commit(slots, torch.full_like(slots, tokens))
+        self.pending = 0
+
+    def crop(self, tokens: int) -> None:
+        """Take back the last ``tokens`` tokens. Raises ValueError if they are not pending."""
+        if tokens > self.pending:
+            raise ValueError(
+                f"{tokens} tokens cannot be taken back from a split state that has {self.pending} "
+                "pending; use split_state(..., drafts=N) with assisted generation"
+            )
+        self.keep(self.pending - tokens)
+
+    def verifies(self, tokens: int) -> bool:
+        """Whether a call with so many tokens is a verify step: no more than T, without padding."""
+        return 1 < tokens <= 1 + self.owner.drafts and self.owner.unpadded()
+
+    def _verify_rows(self, pool: StatePool, tokens: int) -> VerifyRows:
+        self.keep(self.pending)
+        slots = self._slots(pool)
+        return pool.verify_rows(slots, torch.full_like(slots, tokens, dtype=torch.int32))
+
+    def _verified(self, pool: StatePool, rows: VerifyRows, tokens: int) -> None:
+        pool.advance_verify(rows)
+        self.pending = tokens
+        flushes, total = rows.flush.sum(), rows.slots.numel()
+        reads = flushes * self.config.update.rounds + total * self.config.readout.rounds
+        self.owner.count(self.layer, steps=total * tokens, flushes=flushes, reads=reads)
 
     @torch.no_grad()
     def load(self, state: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -156,6 +194,7 @@ class StateHandle:
                 f"layer {self.layer}: the prefill left a state of {tuple(state.shape)}, the "
                 f"configuration says {expected}"
             )
+        self.keep(self.pending)
         if self.pool is None or self.pool.slots != b:
             self.pool = self._new_pool(b, state.device)
             key = self.owner.keys(self.config, b).to(state.device)
@@ -264,6 +303,71 @@ class StateHandle:
         self._count(rows)
         return y[:, None]
 
+    @torch.no_grad()
+    def mamba2_verify(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        D: torch.Tensor | None,
+        z: torch.Tensor | None,
+        dt_bias: torch.Tensor | None,
+        dt_softplus: bool,
+    ) -> torch.Tensor:
+        """[b, T, ...] as ``mamba2_chunk_scan``; dt is not clamped, as in single steps."""
+        pool, tokens = self._live(), x.shape[1]
+        rows = self._verify_rows(pool, tokens)
+        y = ops.mamba2_verify(
+            pool.views[self.layer],
+            self.config,
+            rows,
+            x,
+            dt,
+            _per_head(A, 1, "A"),
+            B,
+            C,
+            D=None if D is None else _per_head(D, 1, "D"),
+            z=z,
+            dt_bias=None if dt_bias is None else _per_head(dt_bias, 1, "dt_bias"),
+            dt_softplus=dt_softplus,
+            layer=self.layer,
+            impl=self.owner.impl,
+        )
+        self._verified(pool, rows, tokens)
+        return y
+
+    @torch.no_grad()
+    def gdn_verify(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        l2norm: bool,
+    ) -> torch.Tensor:
+        """[b, T, ...] as ``torch_chunk_gated_delta_rule``."""
+        pool, tokens = self._live(), q.shape[1]
+        rows = self._verify_rows(pool, tokens)
+        q, k = (t[:, :, :: t.shape[2] // self.geometry.groups] for t in (q, k))
+        y = ops.gdn_verify(
+            pool.views[self.layer],
+            self.config,
+            rows,
+            q,
+            k,
+            v,
+            g,
+            beta,
+            l2norm=l2norm,
+            layer=self.layer,
+            impl=self.owner.impl,
+        )
+        self._verified(pool, rows, tokens)
+        return y
+
 
 class _SplitLayer:
     """Methods laid over the class of a cache layer whose state is split; ``_release`` undoes it.
@@ -294,6 +398,13 @@ class _SplitLayer:
         self.is_recurrent_states_initialized[state_idx] = True  # type: ignore[attr-defined]
         return handle
 
+    def crop(self, tokens_to_remove: int) -> None:
+        base: Any = type(self).__base__
+        base.crop(self, tokens_to_remove)  # the convolution, and attention beside it
+        for state in self.recurrent_states.values():  # type: ignore[attr-defined]
+            if isinstance(state, StateHandle):
+                state.crop(abs(tokens_to_remove))
+
     def offload(self) -> None:
         raise ValueError("a split state cannot be offloaded; use a cache without offloading")
 
@@ -313,6 +424,10 @@ class _SplitLayer:
 def _split_class(base: type) -> type:
     methods = {k: v for k, v in vars(_SplitLayer).items() if k not in ("__dict__", "__weakref__")}
     return type("Split" + base.__name__, (base,), methods)
+
+
+def _no_crop(tokens_to_remove: int) -> None:
+    """In place of ``crop`` in cache layers that hold nothing."""
 
 
 def _is_split(layer: Any) -> bool:
@@ -347,12 +462,15 @@ class HFState:
         requests: Sequence[int | str] | None,
         seed: int | None,
         impl: str | None,
+        drafts: int = 0,
     ):
         self.found, self.configs, self.seed, self.impl = found, dict(configs), seed, impl
+        self.drafts = drafts
         self.requests = requests
         self.active = False
         self._calls = DecoderCalls(found.decoder)
         self._layers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._empty: weakref.WeakSet[Any] = weakref.WeakSet()
         self._mask: torch.Tensor | None = None
         self._columns = 0
         self._totals: dict[int, dict[str, Any]] = {
@@ -383,6 +501,10 @@ class HFState:
             return torch.full((rows,), self._columns, dtype=torch.int32)
         return (self._mask[:, -self._columns :] != 0).sum(1, dtype=torch.int32)
 
+    def unpadded(self) -> bool:
+        """Whether every token of the forward in progress is real."""
+        return self._mask is None or bool((self._mask[:, -self._columns :] != 0).all())
+
     def track(self, layer: Any) -> None:
         self._layers.add(layer)
 
@@ -411,6 +533,11 @@ class HFState:
             raise ValueError("a split state needs a DynamicCache; a StaticCache is not supported")
         if getattr(cache, "offloading", False):
             raise ValueError("a split state cannot be offloaded; make the cache without offloading")
+        if self.drafts:
+            for i, layer in enumerate(cache.layers):
+                if i not in self.found.layers and type(layer) is LinearAttentionLayer:
+                    layer.crop = _no_crop  # the place of an MLP: transformers would crop nothing
+                    self._empty.add(layer)
         for i in self.configs:
             layer = cache.layers[i] if i < len(cache.layers) else None
             if layer is not None and _is_split(layer):
@@ -457,6 +584,8 @@ class HFState:
             ):
                 hook = module.register_forward_pre_hook(function, with_kwargs=True, prepend=True)
                 stack.callback(hook.remove)
+            if self.drafts:
+                stack.enter_context(assisted(self.found.model, self.drafts))
             stack.callback(self._detach)
             self.active = True
             yield self
@@ -466,8 +595,59 @@ class HFState:
             stack.callback(setattr, self, "active", False)
             for layer in list(self._layers):
                 stack.callback(_release, layer)
+            for layer in list(self._empty):
+                stack.callback(vars(layer).pop, "crop", None)
         self._layers.clear()
+        self._empty.clear()
         self._mask = None
+
+
+class _Candidates:
+    """A candidate generator whose drafts a split state can take back.
+
+    It proposes nothing at first, since that forward is the prompt's and its state is stored as a
+    whole, and later no more than ``drafts`` tokens.
+    """
+
+    def __init__(self, generator: Any, drafts: int):
+        self._generator, self._drafts, self._started = generator, drafts, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+    def get_candidates(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not self._started:
+            self._started = True
+            return input_ids, None
+        ids, logits = self._generator.get_candidates(input_ids, *args, **kwargs)
+        ids = ids[:, : input_ids.shape[1] + self._drafts]
+        return ids, None if logits is None else logits[:, : self._drafts]
+
+
+@contextlib.contextmanager
+def assisted(model: Any, drafts: int) -> Iterator[None]:
+    """Let ``generate`` of a recurrent model assist, with candidates of up to ``drafts`` tokens.
+
+    transformers refuses that for models whose state it cannot take back. Raises ValueError for a
+    version whose caches do not keep what they need to be cropped.
+    """
+    if not hasattr(LinearAttentionLayer(), "record_past"):
+        raise ValueError("drafts need a transformers whose recurrent caches can be cropped: 5.20")
+    make = model._get_candidate_generator
+
+    def limited(*args: Any, **kwargs: Any) -> _Candidates:
+        return _Candidates(make(*args, **kwargs), drafts)
+
+    before = {
+        n: vars(model)[n] for n in ("_is_stateful", "_get_candidate_generator") if n in vars(model)
+    }
+    model._is_stateful, model._get_candidate_generator = False, limited
+    try:
+        yield
+    finally:
+        del model._is_stateful, model._get_candidate_generator
+        for name, value in before.items():
+            setattr(model, name, value)
 
 
 @contextlib.contextmanager
@@ -533,6 +713,12 @@ def _mamba2_step(original: Callable) -> Callable:
 def _mamba2_chunk(original: Callable) -> Callable:
     def mamba2_chunk_scan(*args: Any, initial_states: Any = None, **kwargs: Any) -> Any:
         if isinstance(initial_states, StateHandle):
+            if initial_states.verifies(args[0].shape[1]):
+                x, dt, A, B, C, *_ = args
+                optional = (kwargs.get(name) for name in ("D", "z", "dt_bias"))
+                softplus = kwargs.get("dt_softplus", False)
+                y = initial_states.mamba2_verify(x, dt, A, B, C, *optional, softplus)
+                return (y, initial_states) if kwargs.get("return_final_states") else y
             initial_states = initial_states.materialize()
         return original(*args, initial_states=initial_states, **kwargs)
 
@@ -572,6 +758,11 @@ def _gdn_step(original: Callable) -> Callable:
 def _gdn_chunk(original: Callable) -> Callable:
     def torch_chunk_gated_delta_rule(*args: Any, initial_state: Any = None, **kwargs: Any) -> Any:
         if isinstance(initial_state, StateHandle):
+            if initial_state.verifies(args[0].shape[1]):
+                found = dict(zip(("query", "key", "value", "g", "beta"), args, strict=False))
+                found |= {n: kwargs[n] for n in ("g", "beta") if n in kwargs}
+                norm = kwargs.get("use_qk_l2norm_in_kernel", False)
+                return initial_state.gdn_verify(*found.values(), norm), initial_state
             initial_state = initial_state.materialize()
         return original(*args, initial_state=initial_state, **kwargs)
 
@@ -584,7 +775,16 @@ def attach(
     requests: Sequence[int | str] | None,
     seed: int | None,
     impl: str | None,
+    drafts: int = 0,
 ) -> HFState:
     """Find and check everything that ``split_state`` needs; nothing is changed yet."""
+    ring_capacity(1, drafts)  # in range?
     found = find_layers(model)
-    return HFState(found, layer_configs(found.layers, config), requests, seed, impl)
+    configs = layer_configs(found.layers, config)
+    plain = sorted(set(found.layers) - set(configs))
+    if drafts and plain:
+        raise ValueError(
+            f"layers {plain} keep transformers' own state, which cannot take drafts back; give "
+            "every recurrent layer a StateConfig (fp32 loses nothing), or drafts=0"
+        )
+    return HFState(found, configs, requests, seed, impl, drafts)
