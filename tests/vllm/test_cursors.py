@@ -12,8 +12,10 @@ from replayssm_quant.backends.vllm.cursors import (
     window,
 )
 from replayssm_quant.formats.philox import request_key
-from replayssm_quant.state.cache import PAD_SLOT
+from replayssm_quant.state.cache import PAD_SLOT, StepRows
 from replayssm_quant.state.replay import first_offset, schedule
+
+NAMES = ("slots", "valid", "flush", "position", "key")
 
 
 def make(slots: int = 8, length: int = 4, stagger: bool = False) -> SlotCursors:
@@ -163,5 +165,26 @@ def test_the_kernel_fills_the_rows_of_the_torch_code(
         length,
         stagger,
     )
-    for name in ("slots", "valid", "flush", "position", "key"):
+    for name in NAMES:
+        assert torch.equal(getattr(found, name).cpu(), getattr(wanted, name)), name
+
+
+def test_the_kernel_moves_rows_as_the_torch_code() -> None:
+    pytest.importorskip("triton")
+    from replayssm_quant.backends.vllm.cursor_kernel import move_rows
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    random = torch.Generator().manual_seed(0)
+    count = 150  # more than one program
+    rows = RowBuffers(count, "cpu").rows(count)
+    for name in ("valid", "position", "key"):
+        getattr(rows, name).random_(0, 2**31 - 1, generator=random)
+    rows.flush.copy_(torch.rand(count, generator=random) < 0.5)
+    blocks = torch.randint(0, 4, (count, 3), generator=random, dtype=torch.int32)
+    wanted = move(rows, blocks[:, 1], RowBuffers(count, "cpu").rows(count))
+    on_device = StepRows(**{n: getattr(rows, n).to(device) for n in NAMES})
+    found = RowBuffers(200, device).rows(count)
+    move_rows(on_device, blocks.to(device)[:, 1], found)
+    assert (wanted.slots == PAD_SLOT).any() and wanted.flush.any()
+    for name in NAMES:
         assert torch.equal(getattr(found, name).cpu(), getattr(wanted, name)), name

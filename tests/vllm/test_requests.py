@@ -79,8 +79,9 @@ def test_builders_get_the_keys_in_batch_order_padding_included(state: Any) -> No
     )
     found = state.prepare_attn(batch, "mode", "tables", "slots", groups(ours, other), extra=1)
     assert found == ("metadata", ("slots", found[1][1]), {"extra": 1})
-    wanted = [request_key(5, 9), request_key(5, "c"), request_key(5, "a"), 0]
-    assert ours.planner.request_keys.tolist() == wanted
+    wanted = [request_key(5, 9), request_key(5, "c"), request_key(5, "a")]
+    keys = ours.planner.request_keys
+    assert keys.shape == (4,) and keys[:3].tolist() == wanted
     assert other.planner.request_keys == "untouched"
 
 
@@ -91,3 +92,12 @@ def test_an_index_that_is_used_again_has_the_new_request_s_key(state: Any) -> No
     batch = SimpleNamespace(num_reqs=1, num_reqs_after_padding=1, idx_mapping=torch.tensor([1]))
     state.prepare_attn(batch, "mode", "tables", "slots", attn_groups=groups(builder))
     assert builder.planner.request_keys.tolist() == [request_key(5, "new")]
+
+
+def test_more_rows_than_requests_fit_where_graphs_are_larger(state: Any) -> None:
+    state.add_request(0, request("a", 1))
+    builder = Builder()
+    batch = SimpleNamespace(num_reqs=1, num_reqs_after_padding=9, idx_mapping=torch.tensor([0]))
+    state.prepare_attn(batch, "mode", "tables", "slots", groups(builder))
+    assert builder.planner.request_keys.shape == (9,)
+    assert builder.planner.request_keys[0] == request_key(5, 1)

@@ -1,4 +1,4 @@
-"""``SlotCursors.decode`` as one launch. Reference: the torch code beside it."""
+"""``SlotCursors.decode`` and ``move`` as one launch each. Reference: the torch code in cursors."""
 
 from __future__ import annotations
 
@@ -61,4 +61,34 @@ def decode_rows(
         blocks.stride(0), count,
         L=buffer_len, STAGGER=stagger, REQUESTS=request_keys is not None, BLOCK=_BLOCK,
         num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _move_rows_kernel(
+    block_ptr, from_valid_ptr, from_flush_ptr, from_position_ptr, from_key_ptr,
+    slots_ptr, valid_ptr, flush_ptr, position_ptr, key_ptr,
+    block_stride, count,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = row < count
+    block = tl.load(block_ptr + row.to(tl.int64) * block_stride, mask=ok, other=0).to(tl.int64)
+    tl.store(slots_ptr + row, tl.where(block != 0, block, -1), mask=ok)
+    tl.store(valid_ptr + row, tl.load(from_valid_ptr + row, mask=ok), mask=ok)
+    tl.store(flush_ptr + row, tl.load(from_flush_ptr + row, mask=ok), mask=ok)
+    tl.store(position_ptr + row, tl.load(from_position_ptr + row, mask=ok), mask=ok)
+    tl.store(key_ptr + row, tl.load(from_key_ptr + row, mask=ok), mask=ok)
+
+
+def move_rows(rows: StepRows, blocks: torch.Tensor, out: StepRows) -> None:
+    """Fill ``out`` with ``rows`` in the blocks int [b] (any stride) of another group."""
+    count = blocks.shape[0]
+    if count == 0:
+        return
+    _move_rows_kernel[(triton.cdiv(count, _BLOCK),)](
+        blocks, rows.valid, rows.flush.view(torch.uint8), rows.position, rows.key,
+        out.slots, out.valid, out.flush.view(torch.uint8), out.position, out.key,
+        blocks.stride(0), count,
+        BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip

@@ -149,6 +149,11 @@ class SlotCursors:
 
 def move(rows: StepRows, blocks: torch.Tensor, out: StepRows | None = None) -> StepRows:
     """The same requests in another group's blocks; written to ``out`` if given."""
+    if out is not None and blocks.is_cuda:
+        from .cursor_kernel import move_rows
+
+        move_rows(rows, blocks, out)
+        return out
     blocks = blocks.long()
     slots = torch.where(blocks != NULL_BLOCK, blocks, PAD_SLOT)
     if out is None:

@@ -18,6 +18,7 @@ class SplitModelState(MambaHybridModelState):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.request_keys = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=self.device)
+        self.batch_keys = torch.zeros_like(self.request_keys)
         self._builder_seed: int | None = None
 
     def add_request(self, req_index: int, new_req_data: Any) -> None:
@@ -46,9 +47,11 @@ class SplitModelState(MambaHybridModelState):
         return super().prepare_attn(input_batch, cudagraph_mode, block_tables, *args, **kwargs)
 
     def _batch_keys(self, input_batch: Any) -> torch.Tensor:
-        """Keys in batch order, int64 [rows with padding]."""
-        rows = max(input_batch.num_reqs, input_batch.num_reqs_after_padding)
-        keys = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        index = input_batch.idx_mapping[: input_batch.num_reqs]
-        keys[: input_batch.num_reqs] = self.request_keys[index.long()]
-        return keys
+        """Keys in batch order, int64 [rows with padding]; those of padding mean nothing."""
+        count = input_batch.num_reqs
+        rows = max(count, input_batch.num_reqs_after_padding)
+        if self.batch_keys.shape[0] < rows:
+            self.batch_keys = self.request_keys.new_zeros(rows)
+        index = input_batch.idx_mapping[:count]
+        torch.index_select(self.request_keys, 0, index, out=self.batch_keys[:count])
+        return self.batch_keys[:rows]
