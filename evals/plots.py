@@ -190,7 +190,7 @@ def _name_points(
     taken = [(x - 3, y - 3, x + 3, y + 3) for x, y in (place(*o[:2]) for o in (*named, *others))]
     for x, y, name in sorted(named, key=lambda p: -p[1]):
         px, py = place(x, y)
-        width, best = 4.3 * len(name), None
+        width, best = 4.7 * len(name), None
         for shift in sorted(range(-90, 91, 5), key=abs):
             for side in (7, -7 - width, 16, -16 - width):
                 at = (px + side, py + shift - 4.5, px + side + width, py + shift + 4.5)
@@ -310,6 +310,8 @@ def pareto(run: RunRecord, model: ModelRecord, task: TaskRecord) -> Figure | Non
     recipes = [p for p in points if recipes_of(p[3], model)]
     named = best[:: math.ceil(len(best) / max(1, MOST_NAMES - len(recipes)))]
     named += [p for p in recipes if p not in named]
+    if len(points) <= MOST_NAMES:
+        named = points
     unit = 1e6 if max(p[0] for p in points) >= 1e6 else 1e3
 
     def paint(fig: Any, ax: Any) -> None:
@@ -345,7 +347,11 @@ def pareto(run: RunRecord, model: ModelRecord, task: TaskRecord) -> Figure | Non
         for stored, kld, c, a in sorted(points, key=lambda p: p[0])
     ]
     note = "Checkpoint, copy, scales and ring, all recurrent layers. Lower left is better; named: "
-    note += "recipes, and some of what no other state beats in both (the line)."
+    if len(points) <= MOST_NAMES:
+        note = "Checkpoint, copy, scales and ring, all recurrent layers. Lower left is better; "
+        note += "the line joins what no other state beats in both."
+    else:
+        note += "recipes, and some of what no other state beats in both (the line)."
     head = ["state", "bytes a request", "KLD", "best"]
     return Figure(title, note, _draw(paint, 5.4, 3.9, title, note), head, rows)
 

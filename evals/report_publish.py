@@ -113,6 +113,7 @@ def _section(name: str, run: RunRecord) -> list[str]:
         parts += [f"### {model.name}", report.model_line(model)]
         if run.suite == MATRIX:
             parts += [bytes_table(run, model)]
+            parts.append(f"![Divergence against bytes, {model.name}]({_matrix_name(model)})")
         else:
             rows = [report.overview_cells(r) for r in report.overview(run, model)]
             parts += [
@@ -134,11 +135,82 @@ def _section(name: str, run: RunRecord) -> list[str]:
     return parts
 
 
+def _settings(run: RunRecord, c: Comparison) -> tuple[object, ...]:
+    """What two comparisons must share to be the same measurement."""
+    task = next(t for t in run.tasks if t.name == c.task)
+    weights = next(m.weights for m in run.models if m.name == c.model)
+    digest = next(a.digest for a in run.arms if a.name == c.arm)
+    settings = json.dumps(task.settings, sort_keys=True)
+    return (c.model, weights, c.task, settings, c.documents, digest, tuple(c.seeds))
+
+
+def agreement(runs: Mapping[str, RunRecord]) -> list[list[str]]:
+    """Rows for each model and task that two results measured on different hardware: how many
+    states, how many of them with a divergence inside the other's 95 % interval, the largest
+    difference of accuracy in points and of the divergence as a factor."""
+    rows = []
+    names = list(runs)
+    for i, one in enumerate(names):
+        for two in names[i + 1 :]:
+            a, b = runs[one], runs[two]
+            if a.environment.hardware == b.environment.hardware:
+                continue
+            known = {_settings(a, c): c for c in a.comparisons if c.role != "floor"}
+            pairs = [(known[k], c) for c in b.comparisons for k in [_settings(b, c)] if k in known]
+            for model, task in dict.fromkeys((x.model, x.task) for x, _ in pairs):
+                mine = [(x, y) for x, y in pairs if (x.model, x.task) == (model, task)]
+                klds = [(x, y) for x, y in mine if x.kld_mean and y.kld_mean]
+                inside = sum(
+                    x.kld_mean.low <= y.kld_mean.value <= x.kld_mean.high  # type: ignore[union-attr]
+                    for x, y in klds
+                )
+                points = max(
+                    (abs(x.accuracy - y.accuracy) for x, y in mine if x.accuracy is not None
+                     and y.accuracy is not None), default=None,
+                )  # fmt: skip
+                factors = [
+                    max(x.kld.mean, y.kld.mean) / max(min(x.kld.mean, y.kld.mean), 1e-300)
+                    for x, y in klds
+                    if x.kld is not None and y.kld is not None
+                ]
+                rows.append(
+                    [
+                        f"{one} / {two}",
+                        model,
+                        task,
+                        str(len(mine)),
+                        f"{inside} of {len(klds)}" if klds else "–",
+                        "–" if points is None else f"{100 * points:.2f}",
+                        f"{max(factors):.2f}" if factors else "–",
+                    ]
+                )
+    return rows
+
+
+AGREEMENT = (
+    "results",
+    "model",
+    "task",
+    "states",
+    "KLD inside the other's interval",
+    "largest difference, points",
+    "largest factor of KLD",
+)
+
+
 def results_md(runs: Mapping[str, RunRecord]) -> str:
     """The text of RESULTS.md."""
     order = (MATRIX, LONG)
     names = sorted(runs, key=lambda n: order.index(runs[n].suite) if runs[n].suite in order else 9)
     parts = [HEAD.strip()]
+    rows = agreement(runs)
+    if rows:
+        parts += [
+            "## The same on other hardware",
+            "The same documents, states and rounding seeds, measured twice; sums run in another "
+            "order, so a state may round the other way here and there.",
+            report.markdown_table(AGREEMENT, rows),
+        ]
     for name in names:
         parts += _section(name, runs[name])
     return "\n\n".join(parts) + "\n"
@@ -168,26 +240,27 @@ def readme_part(runs: Mapping[str, RunRecord]) -> str:
     """What stands between the README's result marks."""
     run = _first(runs, MATRIX)
     images = " ".join(
-        f'<img src="evals/results/{_figure_name(m)}" alt="Divergence against bytes a request, '
+        f'<img src="evals/results/pareto-{m.name}.svg" alt="Divergence against bytes a request, '
         f'{m.name}" width="48%">'
         for m in run.models
     )
     return f"{report.summary(story(run))}\n\n{images}"
 
 
-def _figure_name(model: ModelRecord) -> str:
-    return f"pareto-{model.name}.svg"
-
-
 def figure_files(runs: Mapping[str, RunRecord]) -> dict[str, str]:
-    """SVG files by name, for README and RESULTS.md."""
+    """SVG files by name: the README's states, and for RESULTS.md the whole matrix."""
     run = _first(runs, MATRIX)
     out = {}
     for model in run.models:
-        figure = plots.pareto(run, model, run.tasks[0])
-        if figure is not None:
-            out[_figure_name(model)] = plots.standalone(figure)
+        for name, part in ((f"pareto-{model.name}.svg", story(run)), (_matrix_name(model), run)):
+            figure = plots.pareto(part, model, run.tasks[0])
+            if figure is not None:
+                out[name] = plots.standalone(figure)
     return out
+
+
+def _matrix_name(model: ModelRecord) -> str:
+    return f"matrix-{model.name}.svg"
 
 
 def evidence(runs: Mapping[str, RunRecord]) -> str:

@@ -19,7 +19,8 @@ def root(tiny_gdn, tmp_path):
     folder = tmp_path / "evals" / "results"
     folder.mkdir(parents=True)
     argv = ["formats", "--model", str(tiny_gdn), "--out", str(tmp_path / "out"), "--device", "cpu"]
-    argv += ["--arms", "P8+4:rot,P8+4:rot:rn,fp8:same@8,fp8:same:rn@1", "--tasks", "count"]
+    argv += ["--arms", "P8+4:rot,P8+4:rot:rn,fp8:same,fp8:same@8,fp8:same:rn@1"]
+    argv += ["--tasks", "count"]
     args = matrix.parser().parse_args([*argv, "--seeds", "1", "--limit", "2"])
     plan = matrix.make_plan(args, argv)
     plan.specs[0].settings["length"] = 64
@@ -47,7 +48,8 @@ def test_texts_hold_the_numbers_of_the_results(root):
     assert values["P8+4 SR rot"] in readme and "pareto-tiny-gdn.svg" in readme
     assert "P8+4 RN rot" not in readme  # not one of the first screen's states
     svg = report_publish.figure_files(report.load_all(root / "evals" / "results"))
-    assert "P8+4 SR rot" in svg["pareto-tiny-gdn.svg"]
+    assert "P8+4 RN rot" not in svg["pareto-tiny-gdn.svg"]
+    assert "P8+4 SR rot" in svg["matrix-tiny-gdn.svg"] and "(matrix-tiny-gdn.svg)" in page
 
 
 def test_evidence_belongs_to_exactly_the_measured_settings(root, monkeypatch):
@@ -61,6 +63,21 @@ def test_evidence_belongs_to_exactly_the_measured_settings(root, monkeypatch):
     assert not recipes.resolve("gdn").has_evidence("another")
     assert not recipes.resolve("gdn/compact").has_evidence("tiny-gdn")
     assert recipes.resolve("mamba2/quality").has_evidence("tiny-gdn")  # the same settings
+
+
+def test_the_same_measurement_elsewhere_is_set_beside_it(root):
+    run = report.load(root / "evals" / "results" / "formats-x.json")
+    other = run.model_copy(deep=True)
+    assert report_publish.agreement({"a": run, "b": other}) == []  # the same hardware
+    other.environment.hardware = "a GPU"
+    for c in other.comparisons:
+        c.kld.mean *= 1.5
+        c.accuracy -= 0.01
+    other.comparisons[1].kld_mean.value = 1e9
+    n = len(run.comparisons) - 1
+    (row,) = report_publish.agreement({"a": run, "b": other})
+    assert row == ["a / b", "tiny-gdn", "count", str(n), f"{n - 1} of {n}", "1.00", "1.50"]
+    assert "| a / b " in report_publish.results_md({"a": run, "b": other})
 
 
 def test_results_of_other_suites_alone_are_refused(root):
