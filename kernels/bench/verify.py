@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from ... import ops
-from ...state.cache import VerifyRows, read_checkpoint
+from ...state.cache import PAD_SLOT, VerifyRows, read_checkpoint
 from ...state.layout import StateLayout, StateViews
 from ..gdn import verify_reference as gdn_exact
 from ..mamba2 import verify_reference as mamba2_exact
@@ -132,7 +132,9 @@ class VerifyProblem(Problem):
             flush = torch.tensor([f for _, f in both], device=self.device)
             slots = self.slots[i % self.sets]
             count = torch.full_like(valid, self.tokens)
-            rows = VerifyRows(slots, valid, flush, count, valid + 1000, self.key[slots])
+            folding = torch.where(flush, slots, PAD_SLOT)
+            key = self.key[slots]
+            rows = VerifyRows(slots, valid, flush, count, valid + 1000, key, None, folding)
             ring = sum(v + self.tokens for v, _ in both) * layout.ring_row_bytes
             nbytes = b * readout + sum(f for _, f in both) * folded + ring
             out.append(Step(rows, self.inputs[i % len(self.inputs)], nbytes))
@@ -210,7 +212,9 @@ def _gate_step(problem: VerifyProblem, step: Step, phase: str, impl: str | None)
     taken = step.rows.take(rows)
     before = problem.pages[taken.slots].clone()
     local = dataclasses.replace(
-        taken, slots=torch.arange(len(rows), device=problem.device, dtype=taken.slots.dtype)
+        taken,
+        slots=torch.arange(len(rows), device=problem.device, dtype=taken.slots.dtype),
+        fold_slots=None,
     )
     inputs = Inputs({k: v[rows] for k, v in step.inputs.step.items()}, step.inputs.weights)
     got = problem.verify(step, impl)[rows]
@@ -220,7 +224,9 @@ def _gate_step(problem: VerifyProblem, step: Step, phase: str, impl: str | None)
     for name, view in read.tensors().items():
         if not name.startswith("ring"):
             view.copy_(getattr(problem.views, name)[taken.slots])
-    after = dataclasses.replace(local, valid=local.base, flush=torch.zeros_like(local.flush))
+    after = dataclasses.replace(
+        local, valid=local.base, flush=torch.zeros_like(local.flush), fold_slots=None
+    )
     want = problem.exact(read, after, inputs)
     result = run.GateResult(output=run.relative_rms(got, want))
     where = f"{problem.op.name}, {config.label}, batch {batch}, T {problem.tokens}, {phase}"

@@ -7,7 +7,7 @@ import torch
 
 from ...config import StateConfig
 from ...state.cache import StepRows
-from ...state.layout import MAX_DRAFTS, StateViews, ring_capacity
+from ...state.layout import StateViews
 
 _ROW_DTYPES = {
     "valid": torch.int32,
@@ -45,18 +45,9 @@ def _contiguous_slot(t: torch.Tensor) -> bool:
     return True
 
 
-def capacities(buffer_len: int) -> tuple[int, ...]:
-    """Ring lengths that belong to windows of L: L itself, or L + T with drafts."""
-    return tuple(ring_capacity(buffer_len, drafts) for drafts in range(MAX_DRAFTS + 1))
-
-
 def check_views(views: StateViews, ring: torch.Tensor, config: StateConfig) -> None:
     """Raise ValueError unless the views fit the config's window and each slot is contiguous."""
-    if ring.shape[1] not in capacities(config.buffer_len):
-        raise ValueError(
-            f"the ring holds {ring.shape[1]} tokens but buffer_len is {config.buffer_len}; build "
-            "the pool and the step from one StateConfig"
-        )
+    views.check_ring(ring, config.buffer_len)
     for name, view in views.tensors().items():
         if not _contiguous_slot(view):
             raise ValueError(

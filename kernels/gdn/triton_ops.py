@@ -18,7 +18,6 @@ from ...config import StateConfig
 from ...formats.rotation import block_of, signs, unrotate
 from ...state.cache import StepRows
 from ...state.layout import StateViews
-from ..common.check import capacities
 from ..common.store import check_state_size, launch_warps, plane_arguments, rounding_sizes
 from .decode import readout_kernel
 from .flush import flush_kernel, load_kernel
@@ -90,11 +89,7 @@ def _check_layer(views: StateViews, config: StateConfig, rows: StepRows) -> None
     if views.ring_k is None or views.ring_v is None or views.ring_g is None:
         raise ValueError("these views belong to a Mamba-2 layer; use mamba2_decode")
     check_state_size(views.ring_v.shape[3], views.ring_k.shape[3])
-    if views.ring_k.shape[1] not in capacities(config.buffer_len):
-        raise ValueError(
-            f"the ring holds {views.ring_k.shape[1]} tokens but buffer_len is {config.buffer_len}; "
-            "build the pool and the step from one StateConfig"
-        )
+    views.check_ring(views.ring_k, config.buffer_len)
     if views.ring_g.shape[3] not in (1, views.ring_k.shape[3]):
         raise ValueError(
             f"a gate of {views.ring_g.shape[3]} columns has no kernel; use 1, or "
@@ -156,8 +151,12 @@ def _run(
     layer: int,
     head_offset: int,
     launch: LaunchConfig | None = None,
+    readout: bool = True,
 ) -> None:
-    """One step into ``out`` [b, HV, V]; g and beta are raw projections if A_log is given."""
+    """One step into ``out`` [b, HV, V]; g and beta are raw projections if A_log is given.
+
+    Without readout only rows that flush are stepped; the caller makes the others padding.
+    """
     size = _sizes(views)
     hk, hv, n, width, length = size.values()
     batch, device = out.shape[0], out.device
@@ -215,7 +214,7 @@ def _run(
         OUTPUT=plane_sizes["OUTPUT"],
         num_warps=1, num_stages=1, **ring, **size,
     )  # fmt: skip
-    if length > 1:
+    if length > 1 and readout:
         names = ("copy", "copy_scale", "copy_tile")
         copy = {name + end: planes[name + end] for name in names for end in ("_ptr", "_stride")}
         readout_kernel[(triton.cdiv(width, launch.rows), hv, batch)](
@@ -228,7 +227,7 @@ def _run(
             **copy,
             **{s: plane_sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES", "OUTPUT")},
         )  # fmt: skip
-    else:
+    elif readout:
         out.zero_()  # padding rows, which no program visits
     del ring["ring_k_ptr"], ring["ring_k_stride"], ring["ring_rk_ptr"], ring["ring_rk_stride"]
     registers = {} if torch.version.hip else {"maxnreg": launch.flush_registers}

@@ -35,6 +35,7 @@ from ..common.verify import (
 from .prepare import rotate_rows
 from .reference import NORM_EPS
 from .triton_ops import _ring_arguments, _rotation_signs, _sizes, decode_packed, decode_step
+from .triton_ops import _run as step
 from .verify_reference import check_verify
 
 
@@ -202,13 +203,15 @@ def fold_committed(
     views: StateViews,
     config: StateConfig,
     rows: VerifyRows,
+    y: torch.Tensor,
     *,
+    l2norm: bool = True,
     layer: int = 0,
     head_offset: int = 0,
 ) -> None:
     """Fold the committed inputs of the rows that flush, with a token that changes nothing.
 
-    Its g and beta are 0; y of it goes nowhere.
+    Its g and beta are 0. y [b, HV, V] takes what it would read.
     """
     size = _sizes(views)
     assert views.ring_v is not None and views.ring_g is not None
@@ -220,9 +223,19 @@ def fold_committed(
     k, v = zeros(size["HK"], size["K"]), zeros(size["HV"], size["V"])
     g = zeros(*views.ring_g.shape[2:], dtype=torch.float32)
     beta = zeros(size["HV"], dtype=torch.float32)
-    decode_step(
-        views, config, rows.folding(), k, k, v, g, beta, layer=layer, head_offset=head_offset
-    )
+    step(
+        y, views, config, rows.folding(), k, k, v, g, beta, None, None, 1.0, l2norm, False,
+        layer, head_offset, readout=False,
+    )  # fmt: skip
+
+
+def _output(v: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """Where y goes: ``out``, checked, or a new tensor like v. Raises ValueError."""
+    if out is None:
+        return torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    if out.shape != v.shape or not out[:1, :1].is_contiguous():
+        raise ValueError(f"out has shape {tuple(out.shape)}; the step writes {tuple(v.shape)}")
+    return out
 
 
 def _run(
@@ -234,7 +247,7 @@ def _run(
     scale: float | None,
     l2norm: bool,
     negative: bool,
-    out: torch.Tensor | None,
+    y: torch.Tensor,
     launch: LaunchConfig | None,
 ) -> torch.Tensor:
     """A step of T > 1 tokens, after the fold; g and beta are raw projections with ``weights``."""
@@ -243,9 +256,6 @@ def _run(
     assert views.ring_g is not None and views.ring_v is not None
     size, device = _sizes(views), views.ckpt.device
     batch, width = q.shape[:2]
-    y = torch.empty(v.shape, dtype=v.dtype, device=device) if out is None else out
-    if out is not None and (out.shape != v.shape or not out[:1, :1].is_contiguous()):
-        raise ValueError(f"out has shape {tuple(out.shape)}; the step writes {tuple(v.shape)}")
     if batch == 0:
         return y
     hk, hv, n, values, length = size.values()
@@ -316,16 +326,16 @@ def verify_step(
     named = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "out": out}
     check_devices(views.ckpt.device, rows, named, q.shape[1])
     where = {"layer": layer, "head_offset": head_offset}
+    y = _output(v, out)
     if q.shape[0]:
-        fold_committed(views, config, rows, **where)
+        fold_committed(views, config, rows, y[:, 0], l2norm=l2norm, **where)
     if q.shape[1] == 1 and q.shape[0]:
-        y = torch.empty_like(v) if out is None else out
         one = tuple(t[:, 0] for t in (q, k, v, g, beta))
         options = {"scale": scale, "l2norm": l2norm, "out": y[:, 0]}
         decode_step(views, config, rows.plain(), *one, **options, **where)
         return y
     inputs = (q, k, v, g, beta)
-    return _run(views, config, rows, inputs, None, scale, l2norm, False, out, launch)
+    return _run(views, config, rows, inputs, None, scale, l2norm, False, y, launch)
 
 
 def verify_packed(
@@ -366,10 +376,10 @@ def verify_packed(
     named = {"mixed_qkv": mixed_qkv, "a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias}
     check_devices(views.ckpt.device, rows, {**named, "out": out}, q.shape[1])
     where = {"layer": layer, "head_offset": head_offset}
+    y = _output(v, out)
     if q.shape[0]:
-        fold_committed(views, config, rows, **where)
+        fold_committed(views, config, rows, y[:, 0], l2norm=l2norm, **where)
     if q.shape[1] == 1 and q.shape[0]:
-        y = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
         decode_packed(
             views, config, rows.plain(), mixed_qkv[:, 0], a[:, 0], b[:, 0], A_log, dt_bias,
             scale=scale, l2norm=l2norm, allow_neg_eigval=allow_neg_eigval, out=y[:, 0], **where,
@@ -377,5 +387,5 @@ def verify_packed(
         return y
     weights = (A_log.contiguous(), dt_bias.contiguous())
     return _run(
-        views, config, rows, (q, k, v, a, b), weights, scale, l2norm, allow_neg_eigval, out, launch
+        views, config, rows, (q, k, v, a, b), weights, scale, l2norm, allow_neg_eigval, y, launch
     )

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ...config import StateConfig
-from ...state.cache import VerifyRows
+from ...state.cache import StepRows, VerifyRows
 from ...state.layout import StateViews
 from ..common.activation import softplus
 from ..common.planes import PTX
@@ -34,6 +34,7 @@ from ..common.verify import (
     zero_token,
 )
 from ..gdn.prepare import rotate_rows
+from .flush import flush_rows
 from .triton_ops import decode_step
 from .verify_reference import check_verify
 
@@ -195,13 +196,14 @@ def fold_committed(
     config: StateConfig,
     rows: VerifyRows,
     A: torch.Tensor,
+    y: torch.Tensor,
     *,
     layer: int = 0,
     head_offset: int = 0,
 ) -> None:
     """Fold the committed inputs of the rows that flush, with a token that adds nothing.
 
-    dt is 0 for it, so it neither decays nor writes; y of it goes nowhere.
+    dt is 0 for it, so it neither decays nor writes. y [b, H, P] takes what it would read.
     """
     assert views.ring_x is not None and views.ring_B is not None
     ring, batch = views.ring_x, rows.slots.shape[0]
@@ -211,7 +213,11 @@ def fold_committed(
 
     x, B = zeros(*ring.shape[2:]), zeros(*views.ring_B.shape[2:])
     dt = zeros(ring.shape[2], dtype=torch.float32)
-    decode_step(views, config, rows.folding(), x, dt, A, B, B, layer=layer, head_offset=head_offset)
+    due = StepRows(rows.slots, rows.valid, rows.flush, rows.position, rows.key)
+    flush_rows(
+        views, config, due, x, dt, A, B, B, y, D=None, z=None, dt_bias=None, dt_softplus=False,
+        layer=layer, head_offset=head_offset,
+    )  # fmt: skip
 
 
 def verify_step(
@@ -250,7 +256,9 @@ def verify_step(
     y = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     if batch == 0:
         return y
-    fold_committed(views, config, rows, A, **where)
+    D, dt_bias = (None if t is None else t.contiguous() for t in (D, dt_bias))
+    A = A.contiguous()
+    fold_committed(views, config, rows, A, y[:, 0], **where)  # y is overwritten below
     if width == 1:
         gate = None if z is None else z[:, 0]
         decode_step(
@@ -260,7 +268,6 @@ def verify_step(
         return y
     x, dt, B, C = (row_strided(name, named[name]) for name in ("x", "dt", "B", "C"))  # type: ignore[arg-type]
     z = None if z is None else row_strided("z", z)
-    A, D, dt_bias = (None if t is None else t.contiguous() for t in (A, D, dt_bias))
     assert views.ring_x is not None and views.ring_dt is not None and views.ring_B is not None
     groups, n = B.shape[2:]
     padded, lp = triton.next_power_of_2(n), max(16, triton.next_power_of_2(views.ring_x.shape[1]))

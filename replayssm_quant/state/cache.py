@@ -94,7 +94,8 @@ class VerifyRows:
     int32 [b] tokens of the step, 0 to T; position int32 [b] committed tokens, which is what the
     random bits of a flush depend on; key int64 [b]; ancestors int32 [b, T] or None: for a tree of
     drafts bit j of entry t says that token j is t itself or comes before it on its path (bits above
-    t are clear). None is a chain: every token follows the one before.
+    t are clear). None is a chain: every token follows the one before. fold_slots: the slots of rows
+    that flush, all others padding; made once a step and not in every layer.
     """
 
     slots: torch.Tensor
@@ -104,6 +105,7 @@ class VerifyRows:
     position: torch.Tensor
     key: torch.Tensor
     ancestors: torch.Tensor | None = None
+    fold_slots: torch.Tensor | None = None
 
     @property
     def live(self) -> torch.Tensor:
@@ -125,11 +127,14 @@ class VerifyRows:
             self.position[rows],
             self.key[rows],
             None if self.ancestors is None else self.ancestors[rows],
+            None if self.fold_slots is None else self.fold_slots[rows],
         )
 
     def folding(self) -> StepRows:
         """Rows of the fold alone: all others are padding, and ``valid`` inputs are to be folded."""
-        slots = torch.where(self.flush, self.slots, PAD_SLOT)
+        slots = self.fold_slots
+        if slots is None:
+            slots = torch.where(self.flush, self.slots, PAD_SLOT)
         return StepRows(slots, self.valid, self.flush, self.position, self.key)
 
     def paths(self, width: int) -> torch.Tensor:
@@ -569,6 +574,7 @@ class StatePool:
             self.position[safe],
             self.key[safe],
             ancestors,
+            torch.where(flush, slots, PAD_SLOT),
         )
         if self.debug:
             rows.check(self.slots, self.capacity, 1 + self.drafts)

@@ -49,8 +49,8 @@ class StateViews:
     Rings of Mamba-2: ring_x [slots, L, H, P] and ring_B [slots, L, G, N] as the model computes
     them, ring_dt [slots, L, H] fp32 after bias and softplus. Of GDN: ring_k [slots, L, HK, K] raw,
     ring_v [slots, L, HV, V], and fp32 ring_g [slots, L, HV, 1] (log decay), ring_beta
-    [slots, L, HV], ring_rk [slots, L, HK] = 1 / |k|. With drafts a ring has L + T entries
-    (``ring_capacity``) instead of L.
+    [slots, L, HV], ring_rk [slots, L, HK] = 1 / |k|. drafts: what a step may verify; with some a
+    ring has L + T entries (``ring_capacity``) instead of L.
     """
 
     ckpt: torch.Tensor
@@ -68,11 +68,22 @@ class StateViews:
     ring_g: torch.Tensor | None = None
     ring_beta: torch.Tensor | None = None
     ring_rk: torch.Tensor | None = None
+    drafts: int = 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every view that is present, by name."""
-        pairs = ((f.name, getattr(self, f.name)) for f in fields(self))
+        pairs = ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "drafts")
         return {name: t for name, t in pairs if t is not None}
+
+    def check_ring(self, ring: torch.Tensor, buffer_len: int) -> None:
+        """Raise ValueError unless a ring view has the entries of windows of L and these drafts."""
+        wanted = ring_capacity(buffer_len, self.drafts)
+        if ring.shape[1] != wanted:
+            drafts = f" with {self.drafts} drafts" if self.drafts else ""
+            raise ValueError(
+                f"the ring holds {ring.shape[1]} tokens but buffer_len is {buffer_len}{drafts}, "
+                f"which needs {wanted}; build the pool and the step from one StateConfig"
+            )
 
 
 @dataclass(frozen=True)
@@ -245,12 +256,12 @@ class StateLayout:
             flat = pages[:, f.offset : f.offset + f.nbytes].view(dtypes[f.storage])
             return flat.unflatten(1, f.shape)
 
-        names = [f.name for f in fields(StateViews)]
+        names = [f.name for f in fields(StateViews) if f.name != "drafts"]
         found = {name: view(name) for name in names}
         if self.config.output is None:
             for part in ("", "_scale", "_tile_scale"):
                 found["copy" + part] = found["ckpt" + part]
-        return StateViews(**found)  # type: ignore[arg-type]
+        return StateViews(**found, drafts=self.drafts)  # type: ignore[arg-type]
 
 
 def fp32_bytes(geometry: LayerGeometry) -> int:

@@ -131,7 +131,8 @@ class Layer:
             for name, view in read.tensors().items():
                 if not name.startswith("ring"):
                     view[slots] = getattr(pool.views[0], name)[slots]
-        after = dataclasses.replace(rows, valid=rows.base, flush=torch.zeros_like(rows.flush))
+        still = torch.zeros_like(rows.flush)
+        after = dataclasses.replace(rows, valid=rows.base, flush=still, fold_slots=None)
         want = self.call(read, after, inputs, True)
         for name, view in exact.tensors().items():
             if name.startswith("ring"):

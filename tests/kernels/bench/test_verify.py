@@ -72,7 +72,8 @@ def test_the_gate_passes_and_finds_a_wrong_step(kind: str, monkeypatch) -> None:
     good = late.verify
 
     def unflushed(step, impl=None):
-        off = dataclasses.replace(step.rows, flush=torch.zeros_like(step.rows.flush))
+        still = torch.zeros_like(step.rows.flush)
+        off = dataclasses.replace(step.rows, flush=still, fold_slots=None)
         return good(dataclasses.replace(step, rows=off), impl)
 
     monkeypatch.setattr(late, "verify", unflushed)
