@@ -92,8 +92,10 @@ SUFFIXES: dict[str, dict[str, Any]] = {
     "v1": {"runner": "v1"},
     "v2": {"runner": "v2"},
     "bare": {"plugins": "none"},
+    "stagger": {"stagger": True},
 }
-"""``fp32-v1`` runs an arm under one of vLLM's model runners, ``fp32-bare`` without any plugin."""
+"""``fp32-v1`` runs an arm under one of vLLM's model runners, ``fp32-bare`` without any plugin;
+``P4+8-stagger`` spreads the flushes of a batch over the steps of a window."""
 
 PROMPT = 22
 """Tokens of the longest prompt."""
@@ -108,7 +110,9 @@ def arm_of(name: str) -> dict[str, Any]:
     base, _, suffix = name.rpartition("-")
     if name in ARMS:
         return ARMS[name]
-    if base in ARMS and suffix in SUFFIXES:
+    if base in ARMS and suffix == "stagger" and "options" in ARMS[base]:
+        return ARMS[base] | {"options": ARMS[base]["options"] | SUFFIXES[suffix]}
+    if base in ARMS and suffix in SUFFIXES and suffix != "stagger":
         return ARMS[base] | SUFFIXES[suffix]
     raise ValueError(
         f"unknown arm '{name}'; known: {', '.join(ARMS)}, each with -{', -'.join(SUFFIXES)} or not"

@@ -115,8 +115,12 @@ def test_the_native_kernel_gets_the_launches_of_the_kernel_benchmark(tmp_path: P
 def test_suffixes_choose_the_runner_and_leave_the_plugin_out() -> None:
     assert e2e.arm_of("P4+8-v1")["runner"] == "v1"
     assert e2e.arm_of("fp32-bare") == e2e.ARMS["fp32"] | {"plugins": "none"}
-    with pytest.raises(ValueError, match="unknown arm 'fp32-v3'"):
-        e2e.arm_of("fp32-v3")
+    staggered = e2e.arm_of("P4+8-stagger")["options"]
+    assert staggered == e2e.ARMS["P4+8"]["options"] | {"stagger": True}
+    assert "stagger" not in e2e.ARMS["P4+8"]["options"]
+    for name in ("fp32-v3", "fp32-stagger"):
+        with pytest.raises(ValueError, match=f"unknown arm '{name}'"):
+            e2e.arm_of(name)
 
 
 class Core:
