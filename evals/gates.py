@@ -109,13 +109,15 @@ def _rows(reference: Unit, unit: Unit) -> list[int]:
     return [where[s["doc_hash"]] for s in unit.samples]
 
 
-def measured(reference: Unit, units: Sequence[Unit], task: TaskRecord) -> Measured:
+def measured(
+    reference: Unit, units: Sequence[Unit], scored: Literal["accuracy", "likelihood"]
+) -> Measured:
     """Join an arm's units (all rounding seeds) with the fp32 unit of the task."""
     rows = _rows(reference, units[0])
     first = units[0].samples
     answers = np.array([s["answers"] for s in first], np.float64)
     right = right_fp32 = None
-    if task.scored == "accuracy":
+    if scored == "accuracy":
         right = _shorts(np.mean([[float(s["right"]) for s in u.samples] for u in units], 0))
         right_fp32 = np.array([float(reference.samples[r]["right"]) for r in rows])
     out: dict[str, Any] = {"broken": sum(u.record.nonfinite_tokens for u in units)}
@@ -300,7 +302,7 @@ def _root(x: stats.Interval) -> stats.Interval:
     return stats.Interval(*r, x.level, x.n)
 
 
-def _against_fp32(metric: str, m: Measured, level: float) -> stats.Interval | None:
+def against_fp32(metric: str, m: Measured, level: float) -> stats.Interval | None:
     n = len(m.answers)
     if metric in ("kld_mean", "kld_p99", "kld_slope") and m.kld is not None:
         if not np.isfinite(m.kld).all():
@@ -427,7 +429,7 @@ def evaluate(
             u[0] for (m, t, a), u in units.items()
             if (m, t) == (model, task) and roles[a].role == "reference"
         )  # fmt: skip
-        now = measured(base, found, by_task[task])
+        now = measured(base, found, by_task[task].scored)
         then = None
         if any(g.against == "committed" for g in asked):
             assert committed is not None
@@ -443,7 +445,7 @@ def evaluate(
                 assert then is not None
                 x = _against_committed(gate.metric, now, then, gate.confidence, where)
             else:
-                x = _against_fp32(gate.metric, now, gate.confidence)
+                x = against_fp32(gate.metric, now, gate.confidence)
             if x is None:
                 if gate.task is None:
                     continue
@@ -540,7 +542,7 @@ def commit(
             u[0] for (m, t, a), u in units.items()
             if (m, t) == (model, task) and roles[a][0] == "reference"
         )  # fmt: skip
-        now = measured(base, found, by_task[task])
+        now = measured(base, found, by_task[task].scored)
         arms.append(
             CommittedArm(
                 model=model,
