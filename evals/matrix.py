@@ -13,7 +13,9 @@ finished when the time is up are left out of the result.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -170,11 +172,23 @@ def measure(plan: runner.Plan, folder: Path, until: float | None = None) -> RunR
         if until is not None and time.time() > until:
             raise TimeUp
 
+    def ring(*_: Any) -> None:
+        raise TimeUp
+
     def outcomes(seen: Any) -> list[Any]:
         return [runner.run_model(plan, i, folder, seen) for i in range(len(plan.request.models))]
 
+    alarm = until is not None and threading.current_thread() is threading.main_thread()
+    if alarm:  # one batch of an arm that rounds at every token may take minutes
+        old = signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, max(until - time.time(), 0.01))
     try:
-        found = outcomes(tick)
+        try:
+            found = outcomes(tick)
+        finally:
+            if alarm:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, old)
     except TimeUp:
         for model, arms in plan.arms.items():
             kept = [a for a in arms or [] if _finished(store, plan, model, a)]

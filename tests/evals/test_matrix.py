@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from replayssm_quant.backends import hf
 from replayssm_quant.evals import matrix, report
 from replayssm_quant.evals.arms import parse_arm
 from replayssm_quant.evals.measure import repeated_heads
@@ -49,8 +50,8 @@ def test_what_is_finished_in_time_is_kept(tiny_mamba2, monkeypatch, tmp_path):
     args = matrix.parser().parse_args([*argv, "--seeds", "2", "--device", "cpu"])
     with pytest.raises(ValueError, match="before any arm was finished"):
         matrix.measure(matrix.make_plan(args, argv), tmp_path, time.time() - 1)
-    calls = []
     real = time.time
+    calls = []
 
     def clock():
         calls.append(1)
@@ -62,6 +63,22 @@ def test_what_is_finished_in_time_is_kept(tiny_mamba2, monkeypatch, tmp_path):
     kept = [a.name for a in run.arms[2:]]
     assert 0 < len(kept) < 6 and kept == [a.name for a in wanted[: len(kept)]]
     assert {len(c.seeds) for c in run.comparisons if c.role != "floor"} == {2}
+
+
+def test_an_arm_that_hangs_is_cut_off(tiny_mamba2, monkeypatch, tmp_path):
+    small(monkeypatch, "formats")
+    argv = ["formats", "--model", str(tiny_mamba2), "--out", str(tmp_path), "--tasks", "text"]
+    args = matrix.parser().parse_args([*argv, "--seeds", "1", "--device", "cpu"])
+    monkeypatch.setattr(matrix, "format_arms", lambda: matrix._arms(matrix.PLANAR))
+    score, began = hf.score, time.time()
+
+    def hang(*a, **k):
+        done = len(list(tmp_path.rglob("P*.json"))) >= 2
+        return time.sleep(60) if done else score(*a, **k)
+
+    monkeypatch.setattr(hf, "score", hang)
+    run = matrix.measure(matrix.make_plan(args, argv), tmp_path, began + 5)
+    assert time.time() - began < 40 and len(run.arms[2:]) == 2
 
 
 def test_results_are_joined(tiny_mamba2, tiny_gdn, monkeypatch, tmp_path):
