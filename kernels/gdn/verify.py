@@ -196,7 +196,7 @@ def verify_kernel(
     tl.store(y, out.to(y_ptr.dtype.element_ty), mask=out_ok)
 
 
-LAUNCH = LaunchConfig(rows=64, warps=1)
+LAUNCH = LaunchConfig(rows=64, warps=2)
 
 
 def fold_committed(

@@ -188,7 +188,7 @@ def verify_kernel(
         tl.store(y + start, out.to(y_ptr.dtype.element_ty), mask=ok[:, None] & (t < width)[None, :])
 
 
-LAUNCH = LaunchConfig()
+LAUNCH = LaunchConfig(rows=128, warps=2)
 
 
 def fold_committed(
