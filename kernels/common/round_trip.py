@@ -58,6 +58,8 @@ class RoundTrip:
         self.layer, self.head_offset = layer, head_offset
         self.fast = n % 8 == 0 and config.random_bits == 8
         self.piece = max(1, PIECE // (heads * rows * n))
+        if keys.is_cuda:  # no cache to stay in, and every launch costs
+            self.piece = max(1, keys.numel())
         self._stored = None
         if impl is None and keys.is_cuda and importlib.util.find_spec("triton") is not None:
             impl = "triton"
@@ -134,6 +136,13 @@ class RoundTrip:
         key = (name, like.shape[0])
         if key not in self._scratch:
             self._scratch[key] = torch.empty(like.shape, device=like.device)
+        return self._scratch[key]
+
+    def _constant(self, value: float, like: torch.Tensor) -> torch.Tensor:
+        """A number as a tensor: dividing by a plain number, a GPU multiplies by its reciprocal."""
+        key = (str(value), 0)
+        if key not in self._scratch:
+            self._scratch[key] = torch.full((), value, device=like.device)
         return self._scratch[key]
 
     # --- random bits ------------------------------------------------------------------------------
@@ -230,12 +239,12 @@ class RoundTrip:
 
     def _tiled(self, amax: torch.Tensor, fmt: Format) -> torch.Tensor:
         """e4m3 block scales under fp32 tile scales, as ``codec`` makes them, decoded."""
-        raw = amax / fmt.max_code
+        raw = amax / self._constant(fmt.max_code, amax)
         rows = raw.shape[-2]
         tiles = -(-rows // TILE_ROWS)
         largest = F.pad(amax.amax(-1), (0, tiles * TILE_ROWS - rows))
         largest = largest.unflatten(-1, (tiles, TILE_ROWS)).amax(-1)
-        tile = _floored(largest / (fmt.max_code * 448.0))
+        tile = _floored(largest / self._constant(fmt.max_code * 448.0, amax))
         tile = tile.repeat_interleave(TILE_ROWS, -1)[..., :rows, None]
         ratio = (raw / tile).nan_to_num_(nan=0.0).clamp_(max=448.0)
         # e4m3: 3 bits behind the leading one, smallest exponent -6

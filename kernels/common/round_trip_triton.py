@@ -27,6 +27,10 @@ _DTYPES = {
 }
 
 
+CAPTURE_AFTER = 3
+"""Calls before the kernels become a graph: they are compiled by then, and short texts end."""
+
+
 def takes(config: StateConfig, rows: int, n: int) -> bool:
     """True if the kernels store states [rows, n] a head in these formats."""
     try:
@@ -76,19 +80,52 @@ class TritonRoundTrip:
         self.args, self.sizes = plane_arguments(self.views, config)
         self.grid = (-(-shape[1] // 16), shape[0], batch)
         self.width = triton.next_power_of_2(shape[2] // 8)
+        self._calls = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(
         self, state: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(checkpoint, copy) fp32 [b, H, R, N]; as ``RoundTrip.__call__``."""
-        config, (heads, rows, n) = self.config, self.shape
-        if not config.update.rounds and config.output is None:
+        """(checkpoint, copy) fp32 [b, H, R, N]; as ``RoundTrip.__call__``. On a GPU the kernels are
+        one captured graph from the fourth call on, and its results the same buffers each time."""
+        if not self.config.update.rounds and self.config.output is None:
             return state, state
+        self._calls += 1
+        if self._graph is None and state.is_cuda and self._calls == CAPTURE_AFTER + 1:
+            self._capture(state, positions)
+        if self._graph is None:
+            return self._run(state.contiguous(), positions.to(torch.int32))
+        self._state.copy_(state)
+        self._position.copy_(positions)
+        self._graph.replay()
+        return self._result
+
+    def _capture(self, state: torch.Tensor, positions: torch.Tensor) -> None:
+        self._state = state.contiguous().clone()
+        self._position = positions.to(torch.int32).clone()
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(side):
+                graph.capture_begin()
+                try:
+                    self._result = self._run(self._state, self._position)
+                finally:
+                    graph.capture_end()
+        except RuntimeError:  # something else of this process was busy: launch one by one
+            return
+        torch.cuda.current_stream().wait_stream(side)
+        self._graph = graph
+
+    def _run(
+        self, state: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        config, (heads, rows, n) = self.config, self.shape
         _store_kernel[self.grid](
-            state.contiguous(),
+            state,
             self.slots,
             self.keys,
-            positions.to(torch.int32),
+            positions,
             layer=self.layer,
             head_offset=self.head_offset,
             H=heads,
