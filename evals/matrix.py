@@ -241,7 +241,8 @@ def make_plan(args: argparse.Namespace, command: Sequence[str]) -> runner.Plan:
 
 
 def merge(runs: Sequence[RunRecord]) -> RunRecord:
-    """One record of runs that share their settings: models, tasks, arms and comparisons joined.
+    """One record of runs that share their settings: models, tasks, arms and comparisons joined,
+    where one occurs twice the first.
 
     Raises ValueError where they were made with different versions or hardware.
     """
@@ -269,7 +270,7 @@ def merge(runs: Sequence[RunRecord]) -> RunRecord:
             if known.digest != one.digest:
                 raise ValueError(f"arm {one.name} means different settings in these results")
             known.bytes.update(one.bytes)
-    comparisons = [c for run in runs for c in run.comparisons]
+    comparisons = joined("comparisons", lambda c: (c.model, c.task, c.arm))
     return first.model_copy(
         update={
             "models": joined("models", lambda m: m.name),
