@@ -70,7 +70,7 @@ def request(args: argparse.Namespace, command: list[str]) -> runner.Request:
     ours = all(m.source == "shipped" for m in named)
     suite = suites.load(args.suite or (suites.DEFAULT if ours else suites.GENERAL))
     names = _split(args.tasks)
-    tasks = list(suite.tasks)
+    tasks = suites.tasks_for(suite, ours)
     if names:
         known = None
         if any(n not in suites.TASKS and n not in {t.name for t in suite.tasks} for n in names):

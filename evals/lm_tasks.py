@@ -18,6 +18,7 @@ import os
 import random
 import re
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,11 +26,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import yaml
 
+from . import data, data_ruler
 from .arms import Arm
 from .probes import digest_of, short_hash
 from .schema import UnitRecord
 from .store import Unit
-from .suite import SuiteError
+from .suite import SuiteError, TaskSpec
 
 if TYPE_CHECKING:
     from ..models import LoadedModel
@@ -37,7 +39,13 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".parquet", ".jsonl", ".json")
 PREFERRED_FILTERS = ("flexible-extract", "strict-match")
-SHARE_METRICS = ("exact_match", "acc", "acc_norm", "f1", "em")
+SHARE_METRICS = ("exact_match", "acc", "acc_norm", "f1", "em", "accuracy")
+RUNS_NOTHING = re.compile(r"longproc_(path_traversal|tom_tracking|html_to_tsv|travel_planning)_")
+"""Tasks that lm-eval marks as running code for the sake of others in their folder."""
+PROMPT_ROOM = 32_768
+"""Tokens of a prompt beside the answer, for models whose configuration names no length."""
+REPEAT_SEED = 1000
+"""Apart from each other: the rounding seeds of an answer's repeats."""
 EXTRA = "lm-eval tasks need the eval extra: pip install 'replayssm-quant[eval]'"
 _TASK = re.compile(r"^task:[ \t]*([^\s#\[{][^\n#]*?)[ \t]*(?:#.*)?$", re.MULTILINE)
 
@@ -66,7 +74,7 @@ def task_files() -> dict[str, Path] | None:
 def task_names() -> list[str] | None:
     """Names of lm-eval's tasks; None if it is not installed."""
     files = task_files()
-    return None if files is None else sorted(files)
+    return None if files is None else sorted([*files, *data_ruler.NAMES])
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -94,6 +102,9 @@ class TaskInfo:
 
 
 def _info(name: str) -> TaskInfo:
+    if name in data_ruler.NAMES:
+        source = Path(data_ruler.__file__)
+        return TaskInfo(name, source, None, "generate_until", "test", None, "exact_match", "none")
     files = task_files()
     if files is None:
         raise SuiteError(f"task '{name}': {EXTRA}")
@@ -123,10 +134,10 @@ def _info(name: str) -> TaskInfo:
     fewshot = None
     if shots and samples is None:
         fewshot = config.get("fewshot_split") or config.get("training_split") or split
-    if config.get("unsafe_code"):
+    if config.get("unsafe_code") and not RUNS_NOTHING.match(name):
         raise SuiteError(f"task '{name}' runs code that the model writes; it is not supported here")
-    data = config.get("dataset_path")
-    return TaskInfo(name, files[name], data, output, split, fewshot, metric, chosen)
+    source = config.get("dataset_path")
+    return TaskInfo(name, files[name], source, output, split, fewshot, metric, chosen)
 
 
 @functools.lru_cache(maxsize=64)
@@ -160,7 +171,7 @@ def find_data(info: TaskInfo, folder: Path) -> dict[str, list[str]]:
 
 def data_digest(name: str, folder: Path | None) -> str:
     """Digest over the task's local files; empty where its data come from elsewhere."""
-    if folder is None:
+    if folder is None or name in data_ruler.NAMES:
         return ""
     parts = []
     for split, files in sorted(find_data(task_info(name), folder).items()):
@@ -169,31 +180,44 @@ def data_digest(name: str, folder: Path | None) -> str:
     return short_hash(*parts)
 
 
-def check_tasks(names: list[str], folder: Path | None, download: bool) -> None:
-    """Refuse tasks whose data are neither local nor allowed to be fetched. Raises SuiteError."""
-    for name in names:
-        info = task_info(name)
+def check_tasks(specs: Sequence[TaskSpec], folder: Path | None, download: bool) -> None:
+    """Refuse tasks whose data are neither local nor allowed to be fetched, whose files lack a
+    column, or that decode nothing. Raises SuiteError."""
+    for spec in specs:
+        info = task_info(spec.task)
+        if info.output_type != "generate_until" and not spec.stepwise:
+            raise SuiteError(
+                f"task '{spec.task}' compares likelihoods of given answers: a served model reads "
+                "them in its prefill and decodes nothing, so the score says nothing about a "
+                "decode state; use a task that generates (gsm8k, hendrycks_math500), or set "
+                "stepwise: true in a suite to score its text as decode steps"
+            )
+        if spec.task in data_ruler.NAMES:
+            continue
         if folder is not None:
-            find_data(info, folder)
+            for files in find_data(info, folder).values():
+                try:
+                    data.check(spec.task, info.data, files)
+                except data.DataError as error:
+                    raise SuiteError(str(error)) from None
         elif not download and info.data is not None:
             raise SuiteError(
-                f"task '{name}' reads {info.data} from the network; give --data-dir with local "
-                "files, or --download-data"
+                f"task '{spec.task}' reads {info.data} from the network; give --data-dir with "
+                "local files, or --download-data"
             )
 
 
-def _columns(path: Path) -> str:
-    """Column names of a data file, for a message."""
+def card_sampling(location: str) -> dict[str, Any]:
+    """Sampling settings of a model folder's generation_config.json; empty where it samples none."""
+    path = Path(location) / "generation_config.json"
     try:
-        if path.suffix == ".parquet":
-            import pyarrow.parquet
-
-            return ", ".join(pyarrow.parquet.read_schema(path).names)
-        text = path.read_text(encoding="utf-8")
-        first = json.loads(text.splitlines()[0] if path.suffix == ".jsonl" else text)
-        return ", ".join(first[0] if isinstance(first, list) else first)
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        return f"unreadable ({' '.join(str(error).split())[:80]})"
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not found.get("do_sample"):
+        return {}
+    names = ("temperature", "top_p", "top_k")
+    return {"temperature": 1.0} | {k: found[k] for k in names if found.get(k) is not None}
 
 
 @contextlib.contextmanager
@@ -221,19 +245,31 @@ def _seed() -> None:
 class TaskRunner:
     """One lm-eval task, loaded once, so that every arm is asked the same questions."""
 
-    def __init__(self, name: str, folder: Path | None, limit: int | None):
+    def __init__(
+        self,
+        spec: TaskSpec,
+        folder: Path | None,
+        limit: int | None,
+        tokenizer: Any = None,
+    ):
         if folder is not None:
             # Read when datasets is imported; local files need no network.
             os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
         from lm_eval.tasks import TaskManager
 
-        self.info, self.limit = task_info(name), limit
+        name = spec.task
+        self.spec, self.info, self.limit = spec, task_info(name), limit
         self.files: dict[str, list[str]] = {}
-        spec: dict[str, Any] = {"task": name}
-        if folder is not None:
+        self.chat = spec.chat and getattr(tokenizer, "chat_template", None) is not None
+        # the folder of the model: a tokenizer knows where it came from
+        self.generation = self._generation(getattr(tokenizer, "name_or_path", ""))
+        change: dict[str, Any] = {"task": name}
+        if name in data_ruler.NAMES:
+            change = self._ruler(tokenizer)
+        elif folder is not None:
             self.files = find_data(self.info, folder)
             suffix = Path(next(iter(self.files.values()))[0]).suffix
-            spec |= {
+            change |= {
                 "dataset_path": "parquet" if suffix == ".parquet" else "json",
                 "dataset_name": None,
                 "dataset_kwargs": {"data_files": self.files},
@@ -242,20 +278,80 @@ class TaskRunner:
             config = read_config(self.info.file)
             for role in ("training_split", "validation_split", "test_split", "fewshot_split"):
                 if config.get(role) is not None and config[role] not in self.files:
-                    spec[role] = None
+                    change[role] = None
+        if (
+            name == "hendrycks_math500"
+        ):  # its own scoring overlooks boxed answers, aime's takes both
+            from lm_eval.tasks.aime.utils import process_results
+
+            change["process_results"] = process_results
         with _quiet_lm_eval(), self._readable():
             import datasets
 
             datasets.disable_progress_bars()
             datasets.disable_caching()  # it would freeze what a task drew from the global generator
             _seed()
-            self.manager = TaskManager(
-                include_path=str(self.info.file.parent), include_defaults=False
-            )
-            # a group around the task inherits its settings; a bare dict would replace them
-            group = {"group": f"local-{name}", "task": [spec]}
-            self.task = self.manager.load([group])["tasks"][name]
+            if name in data_ruler.NAMES:
+                self.manager = TaskManager(include_defaults=False)
+                listed: Any = change
+            else:
+                self.manager = TaskManager(
+                    include_path=str(self.info.file.parent), include_defaults=False
+                )
+                # a group around the task inherits its settings; a bare dict would replace them
+                listed = {"group": f"local-{name}", "task": [change]}
+            self.task = self.manager.load([listed])["tasks"][name]
         self.check()
+
+    @property
+    def think_end(self) -> str | None:
+        return None if self.spec.generation is None else self.spec.generation.think_end
+
+    def _generation(self, location: str) -> dict[str, Any]:
+        """What replaces the task's own generation settings."""
+        asked = self.spec.generation
+        if asked is None:
+            return {}
+        out: dict[str, Any] = {}
+        names = ("temperature", "top_p", "top_k")
+        drawn = {k: getattr(asked, k) for k in names if getattr(asked, k) is not None}
+        if asked.card:
+            drawn = card_sampling(location) or drawn
+        if drawn:
+            sampled = drawn.get("temperature", 1.0) > 0
+            out = {"do_sample": sampled, "temperature": drawn.get("temperature", 1.0)}
+            if sampled:  # transformers would draw among 50 tokens unless told otherwise
+                out |= {"top_p": drawn.get("top_p", 1.0), "top_k": drawn.get("top_k", 0)}
+        if self.spec.repeats > 1 and not out.get("do_sample"):
+            raise SuiteError(
+                f"task '{self.spec.name}': {self.spec.repeats} greedy answers are one answer "
+                f"{self.spec.repeats} times, and the model's generation_config.json samples "
+                "nothing; set generation.temperature"
+            )
+        if asked.max_gen_toks is not None:
+            out["max_gen_toks"] = asked.max_gen_toks
+        return out
+
+    def _ruler(self, tokenizer: Any) -> dict[str, Any]:
+        """The configuration of a task that is made here."""
+        lengths = self.spec.settings.get("lengths", data_ruler.LENGTHS)
+        number = self.limit or 32
+
+        def count(text: str) -> int:
+            return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+        # the limit counts questions of all lengths together, so each length has its share
+        share = -(-number // len(lengths))
+        try:
+            rows = data_ruler.documents(self.spec.task, share, lengths, count)
+        except ValueError as error:
+            raise SuiteError(str(error)) from None
+        rows = [rows[i + j * share] for i in range(share) for j in range(len(lengths))]
+        return data_ruler.config(self.spec.task, rows)
+
+    def seed_of(self, seed: int, repeat: int) -> int:
+        """Rounding seed of one repeat of an arm's seed."""
+        return seed + REPEAT_SEED * repeat
 
     @contextlib.contextmanager
     def _readable(self) -> Any:
@@ -268,7 +364,8 @@ class TaskRunner:
             columns, where = "", f"from {self.info.data}"
             if self.files:
                 where = "in " + ", ".join(Path(f).name for fs in self.files.values() for f in fs)
-                columns = f"; its columns: {_columns(Path(self.files[self.info.evaluated][0]))}"
+                have = data.columns(Path(self.files[self.info.evaluated][0]))
+                columns = f"; its columns: {', '.join(have)}"
             line = " ".join(str(error).split())[:160]
             raise SuiteError(
                 f"task '{self.info.name}': the data {where} do not fit the task ({line}){columns}; "
@@ -286,28 +383,41 @@ class TaskRunner:
         from .lm import ReplayLM
 
         batch = one.batch_size or options.batch_size
-        with _quiet_lm_eval():
-            lm = ReplayLM(
-                loaded.model,
-                tokenizer=loaded.tokenizer,
-                config=one.seeded(seed),
-                prefill=options.prefill,
-                path=options.path,
-                batch_size=batch,
-            )
+        extra: dict[str, Any] = {}
+        wanted = self.generation.get("max_gen_toks")
+        if wanted is not None:
+            text = loaded.model.config.get_text_config(decoder=True)
+            held = getattr(text, "max_position_embeddings", None)
+            if held is not None and wanted >= held:
+                raise SuiteError(
+                    f"task '{self.spec.name}' asks for answers of {wanted} tokens, "
+                    f"{loaded.resolved.name} holds {held} with its prompt; lower "
+                    "generation.max_gen_toks"
+                )
+            extra["max_length"] = held or wanted + PROMPT_ROOM
+        if self.think_end is not None:
+            extra["think_end_token"] = self.think_end
+
+        def make(repeat: int) -> ReplayLM:
+            with _quiet_lm_eval():
+                lm = ReplayLM(
+                    loaded.model,
+                    tokenizer=loaded.tokenizer,
+                    config=one.seeded(self.seed_of(seed, repeat)),
+                    prefill=options.prefill,
+                    path=options.path,
+                    batch_size=batch,
+                    **extra,
+                )
             lm.quiet = True
-        return self.measure_with(lm, loaded.resolved.name, one, seed, key, options.path)
+            return lm
 
-    def measure_with(self, lm: Any, model: str, one: Arm, seed: int, key: str, path: str) -> Unit:
-        """One unit of the task from an lm-eval model that counts what it does as ``ReplayLM``.
+        return self.measure_with(make, loaded.resolved.name, one, seed, key, options.path)
 
-        path: how given text is scored. Raises MeasureError or SuiteError.
-        """
+    def _rows(self, lm: Any, repeat: int) -> list[dict[str, Any]]:
+        """lm-eval's samples of one pass over the questions."""
         from lm_eval import simple_evaluate
 
-        from .measure import check_exercised, exercise
-
-        began = time.perf_counter()
         with _quiet_lm_eval():
             found = simple_evaluate(
                 model=lm,
@@ -316,9 +426,12 @@ class TaskRunner:
                 limit=self.limit,
                 bootstrap_iters=0,
                 log_samples=True,
+                gen_kwargs=dict(self.generation) or None,
+                apply_chat_template=self.chat,
+                confirm_run_unsafe_code=RUNS_NOTHING.match(self.info.name) is not None,
                 random_seed=0,
                 numpy_random_seed=0,
-                torch_random_seed=0,
+                torch_random_seed=repeat,
                 fewshot_random_seed=0,
             )
         info = self.info
@@ -326,46 +439,74 @@ class TaskRunner:
         if not rows:
             filters = sorted({s["filter"] for s in found["samples"][info.name]})
             raise SuiteError(f"task '{info.name}' gave no answers under '{info.filter}': {filters}")
-        samples = []
-        for row in rows:
-            value = float(row[info.metric])
-            generated = info.output_type == "generate_until"
-            sample = {
-                "doc_id": row["doc_id"],
-                "doc_hash": short_hash(str(row["doc_id"]), row["doc_hash"]),
-                "prompt_hash": short_hash(row["prompt_hash"]),
-                "target_hash": short_hash(row["target_hash"]),
-                "answers": 1,
-                "right": value,
-                "flags": "1" if value >= 0.5 else "0",
-                "target": str(row["target"]),
-            }
-            if generated:
-                sample["output"] = str(row["resps"][0][0])
-                sample["answer"] = json.dumps(row["filtered_resps"][0], default=str)
-            else:
-                sample["loglikelihoods"] = [float(r[0][0]) for r in row["resps"]]
-            samples.append(sample)
+        return sorted(rows, key=lambda r: r["doc_id"])
+
+    def measure_with(
+        self, make: Callable[[int], Any], model: str, one: Arm, seed: int, key: str, path: str
+    ) -> Unit:
+        """One unit of the task: every question ``spec.repeats`` times, its answers together.
+
+        make(repeat): an lm-eval model that counts what it does as ``ReplayLM``; path: how given
+        text is scored. Raises MeasureError or SuiteError.
+        """
+        from .measure import add_counts, check_exercised, exercise
+
+        began = time.perf_counter()
+        info, repeats = self.info, self.spec.repeats
         generates = info.output_type == "generate_until"
+        counts: dict[int, dict[str, int]] = {}
+        scored = decoded = tokens = 0
+        samples: list[dict[str, Any]] = []
+        for repeat in range(repeats):
+            lm = make(repeat)
+            rows = self._rows(lm, repeat)
+            add_counts(counts, lm.counts)
+            scored += lm.generated if generates else lm.scored
+            decoded += lm.generated if generates else lm.decoded
+            tokens += lm.generated
+            for i, row in enumerate(rows):
+                value = float(row[info.metric])
+                flag = "1" if value >= 0.5 else "0"
+                if repeat == 0:
+                    sample: dict[str, Any] = {
+                        "doc_id": row["doc_id"],
+                        "doc_hash": short_hash(str(row["doc_id"]), row["doc_hash"]),
+                        "prompt_hash": short_hash(row["prompt_hash"]),
+                        "target_hash": short_hash(row["target_hash"]),
+                        "answers": repeats,
+                        "right": 0.0,
+                        "flags": "",
+                        "target": str(row["target"]),
+                    }
+                    if generates:
+                        sample["output"] = str(row["resps"][0][0])
+                        answer = json.dumps(row["filtered_resps"][0], default=str)
+                        sample["answer"] = answer
+                        if repeats > 1:
+                            sample["outputs"] = []
+                    else:
+                        sample["loglikelihoods"] = [float(r[0][0]) for r in row["resps"]]
+                    samples.append(sample)
+                samples[i]["right"] += value
+                samples[i]["flags"] += flag
+                if generates and repeats > 1:
+                    samples[i]["outputs"].append(str(row["resps"][0][0]))
         used = exercise(
-            lm.counts,
-            len(samples),
-            lm.generated if generates else lm.scored,
-            lm.generated if generates else lm.decoded,
-            "decode" if generates else path,
+            counts, len(samples) * repeats, scored, decoded, "decode" if generates else path
         )
-        check_exercised(one, used, f"{model}, {info.name}, {one.label}")
+        check_exercised(one, used, f"{model}, {self.spec.name}, {one.label}")
+        answers = len(samples) * repeats
         record = UnitRecord(
             key=key,
             model=model,
-            task=info.name,
+            task=self.spec.name,
             arm=one.name,
             seed=seed,
             documents=len(samples),
-            answers=len(samples),
+            answers=answers,
             prompts=digest_of([s["prompt_hash"] for s in samples]),
-            accuracy=sum(s["right"] for s in samples) / len(samples),
-            tokens_generated=lm.generated,
+            accuracy=sum(s["right"] for s in samples) / answers,
+            tokens_generated=tokens,
             exercise=used,
             seconds=time.perf_counter() - began,
         )

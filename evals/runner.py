@@ -95,7 +95,7 @@ class Plan:
 
 def _task_record(spec: TaskSpec, documents: int, request: Request) -> TaskRecord:
     local = spec.local
-    margin = spec.accepted
+    margin, drawn = spec.accepted, spec.generation is not None
     if request.margin is not None and not spec.likelihood:
         margin = request.margin
     return TaskRecord(
@@ -108,6 +108,9 @@ def _task_record(spec: TaskSpec, documents: int, request: Request) -> TaskRecord
             **spec.settings,
             "documents": documents,
             **({"data_seed": DATA_SEED} if local else {}),
+            **({"repeats": spec.repeats} if spec.repeats > 1 else {}),
+            **({"chat": True} if spec.chat else {}),
+            **({"generation": spec.generation.model_dump(exclude_none=True)} if drawn else {}),
         },
         chance=local.chance if local else None,
         threshold=spec.learned,
@@ -182,9 +185,8 @@ def plan(request: Request) -> Plan:
     if any(s.kind == "lm_eval" for s in specs):
         from .lm_tasks import check_tasks
 
-        check_tasks(
-            [s.task for s in specs if s.kind == "lm_eval"], request.data_dir, request.download_data
-        )
+        asked = [s for s in specs if s.kind == "lm_eval"]
+        check_tasks(asked, request.data_dir, request.download_data)
     tasks = [_task_record(s, n, request) for s, n in zip(specs, documents, strict=True)]
     if request.suite.baseline is not None:
         committed = gates.read(Path(request.suite.baseline))
@@ -368,7 +370,7 @@ def _run_model(plan: Plan, index: int, folder: Path, tick: Callable[[int], None]
                     from .lm_tasks import TaskRunner
 
                     if runner is None:
-                        runner = TaskRunner(spec.task, request.data_dir, number)
+                        runner = TaskRunner(spec, request.data_dir, number, loaded.tokenizer)
                     unit = runner.measure(loaded, one, seed, options, key)
                     tick(unit.record.documents)
                 store.save(unit)

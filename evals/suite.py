@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from .. import recipe
+from . import data_ruler
 from .tasks import TASKS, StreamTask
 
 FOLDER = Path(__file__).resolve().parent / "suites"
@@ -34,6 +35,22 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class Generation(_Strict):
+    """How an lm-eval task's answers are drawn; what is left out stays as the task has it.
+
+    card: the model's own generation_config.json, where model cards publish their sampling, comes
+    before temperature, top_p and top_k. max_gen_toks: tokens of an answer. think_end: the text that
+    ends a model's reasoning, which is not scored.
+    """
+
+    card: bool = False
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0)
+    max_gen_toks: int | None = Field(default=None, ge=1)
+    think_end: str | None = None
+
+
 class TaskSpec(_Strict):
     """One task of a suite.
 
@@ -42,9 +59,14 @@ class TaskSpec(_Strict):
     accuracy as a share, of likelihood in nats a token. threshold: fp32 accuracy below which the
     task is not learned. path: how a stream's tokens are scored, ``scan`` or ``decode``; None leaves
     it to the command. states: documents whose stored states are compared with fp32's, for gates on
-    ``state_error``. For runs that name no format: arms (in the syntax of --arms) limits the task to
-    those arms, and per_step is the number of documents for arms that round at every step, which
-    cost most.
+    ``state_error``. models: ``shipped`` or ``other``, where the task is for those only.
+
+    For lm-eval tasks: repeats (answers a question; accuracy is their mean, avg@k), generation, chat
+    (ask in the model's chat template, if it has one), and stepwise, which lets a task of
+    log-likelihoods score its whole text as decode steps.
+
+    For runs that name no format: arms (in the syntax of --arms) limits the task to those arms, and
+    per_step is the number of documents for arms that round at every step, which cost most.
     """
 
     task: str
@@ -58,6 +80,11 @@ class TaskSpec(_Strict):
     per_step: int | None = Field(default=None, ge=1)
     path: Literal["scan", "decode"] | None = None
     states: int | None = Field(default=None, ge=1)
+    models: Literal["shipped", "other"] | None = None
+    repeats: int = Field(default=1, ge=1)
+    generation: Generation | None = None
+    chat: bool = False
+    stepwise: bool = False
 
     @property
     def local(self) -> StreamTask | None:
@@ -184,7 +211,8 @@ def load(name: str) -> Suite:
         known = ""
         if first["type"] == "extra_forbidden":
             inner: dict[str, type[BaseModel]] = {"tasks": TaskSpec, "gates": SuiteGate}
-            fields = inner.get(str(first["loc"][0]), Suite).model_fields
+            parent = inner.get(str(first["loc"][0]), Suite)
+            fields = (Generation if "generation" in first["loc"][:-1] else parent).model_fields
             near = difflib.get_close_matches(str(first["loc"][-1]), list(fields), 1)
             known = f" (did you mean '{near[0]}'?)" if near else f" (known: {', '.join(fields)})"
         message = first["msg"].removeprefix("Value error, ")
@@ -231,6 +259,19 @@ def check(spec: TaskSpec) -> None:
             raise SuiteError(f"task '{spec.task}' is not teacher-forced, so it has no {name}")
     if spec.states is not None and spec.path == "decode":
         raise SuiteError(f"task '{spec.task}': states are recorded on path scan; leave one out")
+    if spec.kind != "lm_eval":
+        for name in ("repeats", "generation", "chat", "stepwise"):
+            if getattr(spec, name) != TaskSpec.model_fields[name].default:
+                raise SuiteError(f"task '{spec.task}' is local; {name} is for lm-eval tasks")
+    if spec.kind == "lm_eval":
+        _check_harness(spec)
+    if spec.repeats > 1:
+        drawn = spec.generation
+        if drawn is None or not (drawn.card or drawn.temperature):
+            raise SuiteError(
+                f"task '{spec.name}': {spec.repeats} greedy answers are one answer "
+                f"{spec.repeats} times; set generation.temperature, or generation.card"
+            )
     if task is None:
         return
     if spec.kind == "generate" and not task.generates:
@@ -244,6 +285,30 @@ def check(spec: TaskSpec) -> None:
             raise SuiteError(
                 f"task '{spec.task}' has no setting '{key}': {hint}known: {', '.join(known)}"
             )
+
+
+def _check_harness(spec: TaskSpec) -> None:
+    """Settings of a task that is not local: lengths of those made here, none of the others."""
+    made = spec.task in data_ruler.NAMES
+    for key in spec.settings:
+        if not made or key != "lengths":
+            known = "known: lengths" if made else "lm-eval tasks take none"
+            raise SuiteError(f"task '{spec.task}' has no setting '{key}': {known}")
+    lengths = spec.settings.get("lengths", data_ruler.LENGTHS)
+    if not isinstance(lengths, list | tuple) or not lengths:
+        raise SuiteError(f"task '{spec.task}': lengths {lengths!r} is no list of tokens")
+    for length in lengths:
+        if not isinstance(length, int) or isinstance(length, bool) or length < 128:
+            raise SuiteError(f"task '{spec.task}': length {length!r} is not 128 tokens or more")
+
+
+def tasks_for(suite: Suite, shipped_models: bool) -> list[TaskSpec]:
+    """The suite's tasks for shipped models, or for any other."""
+    kind = "shipped" if shipped_models else "other"
+    out = [t for t in suite.tasks if t.models in (None, kind)]
+    if not out:
+        raise SuiteError(f"suite {suite.name} has no task for {kind} models; choose another suite")
+    return out
 
 
 def pick(names: list[str], suite: Suite, lm_eval_tasks: list[str] | None = None) -> list[TaskSpec]:

@@ -176,7 +176,11 @@ def _environment(hardware: str) -> dict[str, str]:
         return {}
     import os
 
-    wanted = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+    wanted = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "OMP_NUM_THREADS": "1",
+    }
     return {k: v for k, v in wanted.items() if k not in os.environ}
 
 
@@ -386,7 +390,14 @@ def _measure_harness(
     from .lm_tasks import TaskRunner
     from .vllm_lm import VllmLM
 
-    if spec.task not in tasks:
-        tasks[spec.task] = TaskRunner(spec.task, request.data_dir, limit)
-    lm = VllmLM(session, tokenizer, seed, _configs(one, geometry))
-    return tasks[spec.task].measure_with(lm, model, one, seed, key, "decode")
+    if spec.name not in tasks:
+        tasks[spec.name] = TaskRunner(spec, request.data_dir, limit, tokenizer)
+    runner = tasks[spec.name]
+
+    def make(repeat: int) -> VllmLM:
+        return VllmLM(
+            session, tokenizer, runner.seed_of(seed, repeat), _configs(one, geometry),
+            runner.think_end,
+        )  # fmt: skip
+
+    return runner.measure_with(make, model, one, seed, key, "decode")

@@ -23,13 +23,19 @@ class VllmLM(LM):
     """Greedy or sampled answers of one engine.
 
     seed: rounding seed, which enters the sampling seed of every request. configs: the state of each
-    layer, for the counts.
+    layer, for the counts. think_end: the text that ends a model's reasoning, which is cut away.
     """
 
     def __init__(
-        self, session: Session, tokenizer: Any, seed: int, configs: Mapping[int, StateConfig]
+        self,
+        session: Session,
+        tokenizer: Any,
+        seed: int,
+        configs: Mapping[int, StateConfig],
+        think_end: str | None = None,
     ):
         super().__init__()
+        self.think_end = think_end
         self.session, self.tokenizer, self.seed, self.configs = session, tokenizer, seed, configs
         self.counts: dict[int, dict[str, int]] = {}
         self.scored = self.decoded = self.generated = 0
@@ -56,8 +62,9 @@ class VllmLM(LM):
             found = self.session.answer(
                 [self.tokenizer(t, add_special_tokens=False)["input_ids"] for t in texts],
                 max_tokens=int(wanted.get("max_gen_toks", MAX_TOKENS)),
-                stop=stop,
+                stop=() if self.think_end else stop,
                 temperature=wanted["temperature"] if sampled else 0.0,
+                sampling={k: wanted[k] for k in ("top_p", "top_k") if sampled and k in wanted},
                 seeds=[request_seed(short_hash(t), self.seed) for t in texts],
             )
             for i, completion in zip(members, found.completions, strict=True):
@@ -69,7 +76,27 @@ class VllmLM(LM):
 
     def _cut(self, ids: list[int], stop: list[str]) -> str:
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        if self.think_end and self.think_end in text:
+            text = text.split(self.think_end)[-1].lstrip()
         for term in stop:
             if term:
                 text = text.split(term)[0]
         return text
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        return self.tokenizer.chat_template
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """A conversation as the model's own template writes it."""
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )

@@ -18,7 +18,7 @@ from replayssm_quant.evals import report
 pytest.importorskip("lm_eval")
 
 from replayssm_quant.evals import lm, lm_tasks  # noqa: E402
-from replayssm_quant.evals.suite import SuiteError  # noqa: E402
+from replayssm_quant.evals.suite import SuiteError, TaskSpec  # noqa: E402
 
 
 def _lines(path: Path, rows: list[dict]) -> None:
@@ -50,9 +50,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def finished(tiny_gdn: Path, data: Path, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("lm")
+    suite = out / "three.yaml"
+    tasks = [{"task": "gsm8k"}, {"task": "gpqa_diamond_cot_zeroshot"}]
+    tasks.append({"task": "arc_easy", "stepwise": True})
+    suite.write_text(
+        json.dumps({"schema": 1, "name": "three", "description": "three", "tasks": tasks})
+    )
     code = door.main(
-        ["--model", str(tiny_gdn), "--tasks", "gsm8k,gpqa_diamond_cot_zeroshot,arc_easy",
-         "--data-dir", str(data), "--update-dtype", "int8", "--output-dtype", "nvfp4", "--seeds",
+        ["--model", str(tiny_gdn), "--suite", str(suite), "--data-dir", str(data), "--update-dtype", "int8", "--output-dtype", "nvfp4", "--seeds",
          "0", "--limit", "2", "--quiet", "--device", "cpu", "--out", str(out)]
     )  # fmt: skip
     assert code == 0
@@ -192,14 +197,14 @@ def test_missing_examples_are_named(data: Path, tmp_path: Path) -> None:
     (tmp_path / "gsm8k").mkdir()
     (tmp_path / "gsm8k" / "test.jsonl").write_text(rows)
     with pytest.raises(SuiteError, match="takes its examples from split 'train'"):
-        lm_tasks.check_tasks(["gsm8k"], tmp_path, False)
+        lm_tasks.check_tasks([TaskSpec(task="gsm8k")], tmp_path, False)
 
 
 def test_a_file_of_another_shape_is_one_line(tmp_path: Path) -> None:
     for split in ("train", "test"):
         _lines(tmp_path / "gsm8k" / f"{split}.jsonl", [{"problem": "1+1", "solution": "2"}] * 6)
     with pytest.raises(SuiteError, match="columns: problem, solution; give files with the columns"):
-        runner = lm_tasks.TaskRunner("gsm8k", tmp_path, 2)
+        runner = lm_tasks.TaskRunner(TaskSpec(task="gsm8k"), tmp_path, 2)
         runner.check()
 
 
@@ -221,7 +226,7 @@ def test_questions_do_not_depend_on_the_process(
     for state in (1, 2):
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / str(state))
         random.seed(state)
-        runner = lm_tasks.TaskRunner(name, data, 2)
+        runner = lm_tasks.TaskRunner(TaskSpec(task=name), data, 2)
         random.seed(state)
         unit = runner.measure(loaded, reference_arms(2)[0], 0, Options(), "key")
         assert [s["prompt_hash"] for s in unit.samples] == before

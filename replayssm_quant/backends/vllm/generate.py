@@ -156,8 +156,10 @@ class Session:
         seeds: Sequence[int] | None = None,
         gaps: bool = False,
         ignore_eos: bool = False,
+        sampling: Mapping[str, Any] | None = None,
     ) -> ArmResult:
-        """Answers in the order of the prompts. seeds: as in ``generate``."""
+        """Answers in the order of the prompts. seeds: as in ``generate``; sampling: more of vLLM's
+        sampling parameters."""
         if not self._path.is_dir():
             raise RuntimeError("this vLLM session is closed; make another")
         self._count += 1
@@ -168,6 +170,7 @@ class Session:
                 "temperature": temperature,
                 "stop": list(stop),
                 "ignore_eos": ignore_eos,
+                **(sampling or {}),
             },
             "seeds": None if seeds is None else list(seeds),
             "gaps": gaps,
