@@ -10,6 +10,7 @@ far below the error of the codes. The portable path is fp32 throughout and is th
 import triton
 import triton.language as tl
 
+from .matrix import store_operand
 from .planes import (
     PTX,
     as_bits,
@@ -168,16 +169,19 @@ def load_vector(c_ptr, inverse_top, N: tl.constexpr, WP: tl.constexpr, OUTPUT: t
 
 @triton.jit
 def store_vector(
-    c_ptr, x, inverse_top, ok, N: tl.constexpr, NP: tl.constexpr, OUTPUT: tl.constexpr
-):
+    c_ptr, x, inverse_top, ok, N: tl.constexpr, NP: tl.constexpr, OUTPUT: tl.constexpr,
+    MATRIX: tl.constexpr = False,
+):  # fmt: skip
     """Store vectors x [ROWS, NP] (zero beyond N) so that ``load_stored`` reads them as they are.
 
-    c_ptr int32 [ROWS, 1]: room for N words a vector; inverse_top [ROWS, 1] as in ``load_vector``;
-    ok [ROWS, 1]. Worth it where a vector serves one head only.
+    c_ptr int32 [ROWS, 1]: room for N words a vector; ok [ROWS, 1]; inverse_top [ROWS, 1]: 1 / max
+    |x| (any positive number if x is zero). MATRIX: for ``matrix.load_operand`` instead.
     """
     W: tl.constexpr = N // 8
     PATH: tl.constexpr = path_of(PTX, N, OUTPUT)
-    if PATH == "4bit" or PATH == "e4m3":
+    if MATRIX:
+        store_operand(c_ptr, x, inverse_top, ok, OUTPUT)
+    elif PATH == "4bit" or PATH == "e4m3":
         m = tl.arange(0, NP // 2)[None, :]
         if PATH == "4bit":  # pairs (m, m + N / 2), the same word of all quads side by side
             first = m

@@ -1,11 +1,93 @@
-"""GDN readout: y = O r + sum_j w_j v_j, with the effective query r and weights of ``prepare``."""
+"""GDN readout: y = O r + sum_j w_j v_j, with the effective query r and weights of ``prepare``.
+
+A program asks for its first codes and for the v of the ring before it waits for that launch.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from ..common.launch import wait_for_previous
+from ..common.matrix import block_dot, fetch_block, load_operand, load_weights
 from ..common.readout import copy_dot, load_stored
+
+
+@triton.jit
+def read_unit(
+    unit,
+    c_ptr, top_ptr, w_ptr,  # see prepare_kernel
+    ring_v_ptr, slot_ptr, valid_ptr, flush_ptr, y_ptr,
+    copy_ptr, copy_scale_ptr, copy_tile_ptr,
+    ring_v_stride, y_stride, copy_stride, copy_scale_stride, copy_tile_stride,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr, LP: tl.constexpr,
+    WP: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
+    OUTPUT: tl.constexpr, MATRIX: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A unit (BLOCKS blocks of ROWS rows, value head, sequence): y of a row that does not flush,
+    zeros of a padding row.
+
+    EARLY: the launch before may still be running.
+    """
+    PARTS: tl.constexpr = (V + ROWS * BLOCKS - 1) // (ROWS * BLOCKS)
+    i_v, i_h, i_b = unit % PARTS, unit // PARTS % HV, (unit // (PARTS * HV)).to(tl.int64)
+    slot = tl.load(slot_ptr + i_b).to(tl.int64)
+    flush = tl.load(flush_ptr + i_b).to(tl.int32)
+    valid = tl.load(valid_ptr + i_b)
+    start = i_v * (ROWS * BLOCKS)
+    y = y_ptr + i_b * y_stride + i_h * V
+    if slot < 0:
+        for k in range(BLOCKS):
+            row = start + k * ROWS + tl.arange(0, ROWS)
+            tl.store(y + row, tl.zeros([ROWS], y_ptr.dtype.element_ty), mask=row < V)
+    reads = (slot >= 0) & (flush == 0)
+    if reads:
+        head = i_b * HV + i_h
+        ring = ring_v_ptr + slot * ring_v_stride + i_h * V
+        code = copy_ptr + slot * copy_stride + i_h * COPY_HEAD
+        scale = copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD
+        tile = copy_tile_ptr + slot * copy_tile_stride + i_h * TILES
+        if MATRIX:
+            codes, scales, past = fetch_block(
+                code, scale, tile, ring, start, V, valid, V, TILES, HV * V, LP, ROWS, OUTPUT
+            )
+        if EARLY:
+            wait_for_previous()
+        weights = w_ptr + head * L
+        weight_now = tl.load(weights + valid)
+        top = tl.load(top_ptr + head)
+        token = tl.arange(0, LP)
+        if MATRIX:
+            c = load_operand(c_ptr + head * K, OUTPUT)
+            w = load_weights(weights, valid, LP)
+        else:
+            c = load_stored(c_ptr + head * K, K, WP, OUTPUT)
+            w = tl.load(weights + token, mask=token < valid, other=0.0)
+        for k in tl.static_range(BLOCKS):
+            base = start + k * ROWS
+            row = base + tl.arange(0, ROWS)
+            row_ok = row < V
+            if MATRIX:
+                if k > 0:
+                    codes, scales, past = fetch_block(
+                        code, scale, tile, ring, base, V, valid, V, TILES, HV * V, LP, ROWS, OUTPUT
+                    )
+                out = block_dot(codes, scales, past, c, w, top, LP, ROWS, OUTPUT)
+            else:
+                past = tl.load(
+                    ring + token[:, None] * (HV * V) + row[None, :],
+                    mask=(token < valid)[:, None] & row_ok[None, :],
+                    other=0.0,
+                )
+                out = copy_dot(code, scale, tile, c, top, row, row_ok, V, K, WP, TILES, OUTPUT)
+                out += tl.sum(w[:, None] * past.to(tl.float32), 0)
+            v = tl.load(ring + valid * (HV * V) + row, mask=row_ok, other=0.0)
+            out += weight_now * v.to(tl.float32)
+            tl.store(y + row, out.to(y_ptr.dtype.element_ty), mask=row_ok)
+    else:
+        if EARLY:
+            wait_for_previous()
 
 
 @triton.jit
@@ -15,38 +97,15 @@ def readout_kernel(
     copy_ptr, copy_scale_ptr, copy_tile_ptr,
     ring_v_stride, y_stride, copy_stride, copy_scale_stride, copy_tile_stride,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr, LP: tl.constexpr,
-    WP: tl.constexpr, ROWS: tl.constexpr,
+    WP: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
     COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
-    OUTPUT: tl.constexpr,
+    OUTPUT: tl.constexpr, MATRIX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program a (block of ROWS rows, value head, sequence); padding rows get zeros."""
-    i_v, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    slot = tl.load(slot_ptr + i_b).to(tl.int64)
-    row = i_v * ROWS + tl.arange(0, ROWS)
-    row_ok = row < V
-    y = y_ptr + i_b * y_stride + i_h * V + row
-    if slot < 0:
-        tl.store(y, tl.zeros([ROWS], y_ptr.dtype.element_ty), mask=row_ok)
-        return
-    if tl.load(flush_ptr + i_b).to(tl.int32) != 0:
-        return
-    head = i_b * HV + i_h
-    valid = tl.load(valid_ptr + i_b)
-    token = tl.arange(0, LP)
-    inside = token <= valid
-    v = tl.load(
-        ring_v_ptr + slot * ring_v_stride + i_h * V + token[:, None] * (HV * V) + row[None, :],
-        mask=inside[:, None] & row_ok[None, :],
-        other=0.0,
-    )
-    w = tl.load(w_ptr + head * L + token, mask=inside, other=0.0)
-    top = tl.load(top_ptr + head)
-    c = load_stored(c_ptr + head * K, K, WP, OUTPUT)
-    out = copy_dot(
-        copy_ptr + slot * copy_stride + i_h * COPY_HEAD,
-        copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD,
-        copy_tile_ptr + slot * copy_tile_stride + i_h * TILES,
-        c, top, row, row_ok, V, K, WP, TILES, OUTPUT,
+    """Rows that do not flush, a unit a program; see ``read_unit``."""
+    read_unit(
+        tl.program_id(0),
+        c_ptr, top_ptr, w_ptr, ring_v_ptr, slot_ptr, valid_ptr, flush_ptr, y_ptr, copy_ptr,
+        copy_scale_ptr, copy_tile_ptr, ring_v_stride, y_stride, copy_stride, copy_scale_stride,
+        copy_tile_stride, HV, K, V, L, LP, WP, ROWS, BLOCKS, COPY_HEAD, COPY_SCALE_HEAD, TILES,
+        OUTPUT, MATRIX, EARLY,
     )  # fmt: skip
-    out += tl.sum(w[:, None] * v.to(tl.float32), 0)
-    tl.store(y, out.to(y_ptr.dtype.element_ty), mask=row_ok)

@@ -12,7 +12,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.fold import opaque, product_rows, stack_tile, tile_product, unstack_rows
+from ..common.fold import (
+    opaque,
+    prefetch_words,
+    product_rows,
+    stack_tile,
+    tile_product,
+    unstack_rows,
+)
 from ..common.planes import PAIRS, PTX, decode_tile
 from ..common.store import encode_state
 from .prepare import halves
@@ -224,7 +231,8 @@ def _fold_dot(
 
 
 @triton.jit
-def flush_kernel(
+def flush_tiles(
+    start, step,
     list_ptr, keys_ptr, query_ptr, gate_ptr, rate_ptr, v_ptr,  # see prepare_kernel
     high_ptr, low_key_ptr, w_high_ptr, w_low_ptr, until_ptr, total_ptr,  # with DOT
     ring_v_ptr, ring_g_ptr, ring_beta_ptr,  # at slot 0
@@ -242,12 +250,12 @@ def flush_kernel(
     SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
     DOT: tl.constexpr, LP: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Any number of programs share the tiles of the rows that flush; no result depends on it."""
+    """Every step-th of the tiles (row, head, 16 rows of the head) that flush, from ``start``."""
     W: tl.constexpr = K // 8
     column = tl.arange(0, WP)
     column_ok = column < W
     units = tl.load(list_ptr) * (HV * TILES)
-    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+    for unit in range(start, units, step):
         i_b = tl.load(list_ptr + 1 + unit // (HV * TILES)).to(tl.int64)
         i_h = unit // TILES % HV
         i_t = unit % TILES
@@ -262,6 +270,10 @@ def flush_kernel(
         values = decode_tile(
             pair, column, row_ok, column_ok, code, low, scales, tiles, UPDATE, V, K
         )
+        if V % (2 * PAIRS) == 0:  # heads follow each other without a gap
+            ahead = ((unit + 1 < end) & (unit % (HV * TILES) + 1 < HV * TILES)).to(tl.int32) + i_t
+            prefetch_words(code, ahead * TILE_WORDS, TILE_WORDS)
+            prefetch_words(low, ahead * LOW_WORDS, LOW_WORDS)
         head = i_b * HV + i_h
         key_head = i_b * HK + i_h // PER
         ring_v = ring_v_ptr + slot * ring_v_stride + i_h * V
@@ -306,6 +318,39 @@ def flush_kernel(
             copy_tile_ptr + slot * copy_tile_stride + i_h * TILES,
             UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, V, K,
         )  # fmt: skip
+
+
+@triton.jit
+def flush_kernel(
+    list_ptr, keys_ptr, query_ptr, gate_ptr, rate_ptr, v_ptr,  # see prepare_kernel
+    high_ptr, low_key_ptr, w_high_ptr, w_low_ptr, until_ptr, total_ptr,  # with DOT
+    ring_v_ptr, ring_g_ptr, ring_beta_ptr,  # at slot 0
+    slot_ptr, valid_ptr, position_ptr, key_ptr, y_ptr,  # [b], y [b, HV, V]
+    code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
+    v_stride, y_stride, ring_v_stride, ring_g_stride, ring_beta_stride,
+    code_stride, low_stride, scale_stride, tile_stride,
+    copy_stride, copy_scale_stride, copy_tile_stride,
+    layer, head_offset,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
+    WP: tl.constexpr, PER: tl.constexpr, GW: tl.constexpr,
+    CODE_HEAD: tl.constexpr, LOW_HEAD: tl.constexpr, SCALE_HEAD: tl.constexpr,
+    COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
+    UPDATE: tl.constexpr, OUTPUT: tl.constexpr, HAS_COPY: tl.constexpr,
+    SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
+    DOT: tl.constexpr, LP: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Any number of programs share the tiles of the rows that flush; no result depends on it."""
+    flush_tiles(
+        tl.program_id(0), tl.num_programs(0),
+        list_ptr, keys_ptr, query_ptr, gate_ptr, rate_ptr, v_ptr, high_ptr, low_key_ptr,
+        w_high_ptr, w_low_ptr, until_ptr, total_ptr, ring_v_ptr, ring_g_ptr, ring_beta_ptr,
+        slot_ptr, valid_ptr, position_ptr, key_ptr, y_ptr, code_ptr, low_ptr, scale_ptr, tile_ptr,
+        copy_ptr, copy_scale_ptr, copy_tile_ptr, v_stride, y_stride, ring_v_stride, ring_g_stride,
+        ring_beta_stride, code_stride, low_stride, scale_stride, tile_stride, copy_stride,
+        copy_scale_stride, copy_tile_stride, layer, head_offset, HK, HV, K, V, L, WP, PER, GW,
+        CODE_HEAD, LOW_HEAD, SCALE_HEAD, COPY_HEAD, COPY_SCALE_HEAD, TILES, UPDATE, OUTPUT,
+        HAS_COPY, SR, BITS, ROUNDS, DOT, LP, WARPS,
+    )  # fmt: skip
 
 
 @triton.jit

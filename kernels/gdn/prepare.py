@@ -20,6 +20,7 @@ import triton.language as tl
 
 from ..common.activation import softplus
 from ..common.fold import list_flushes, plane_order, thread_order
+from ..common.launch import dependents_may_start
 from ..common.planes import PTX
 from ..common.readout import store_vector
 
@@ -192,8 +193,11 @@ def prepare_kernel(
     KP: tl.constexpr, VP: tl.constexpr, PER: tl.constexpr, PERP: tl.constexpr, GW: tl.constexpr,
     RAW_GATES: tl.constexpr, NEGATIVE: tl.constexpr, L2NORM: tl.constexpr, EPS: tl.constexpr,
     ROTATE: tl.constexpr, DOT: tl.constexpr, LP: tl.constexpr, WARPS: tl.constexpr,
-    OUTPUT: tl.constexpr,
+    OUTPUT: tl.constexpr, MATRIX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """EARLY: programs of the next launch may start."""
+    if EARLY:
+        dependents_may_start()
     i_b, i_k = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if (i_b == 0) & (i_k == 0):
         list_flushes(slot_ptr, flush_ptr, list_ptr, batch, L == 1)
@@ -305,4 +309,4 @@ def prepare_kernel(
         top = tl.max(tl.abs(r), 1, keep_dims=True)
         tl.store(top_ptr + row, top, mask=head_ok)
         inverse = 1.0 / tl.where(top > 0, top, 1.0)
-        store_vector(c_ptr + row * K, r, inverse, head_ok, K, KP, OUTPUT)
+        store_vector(c_ptr + row * K, r, inverse, head_ok, K, KP, OUTPUT, MATRIX)

@@ -18,37 +18,52 @@ from ...config import StateConfig
 from ...formats.rotation import block_of, signs, unrotate
 from ...state.cache import StepRows
 from ...state.layout import StateViews
+from ..common.launch import early, multiprocessors, starts_early
+from ..common.matrix import matrix_path
+from ..common.planes import PTX
 from ..common.store import check_state_size, launch_warps, plane_arguments, rounding_sizes
 from .decode import readout_kernel
 from .flush import flush_kernel, load_kernel
 from .prepare import keys_kernel, prepare_kernel
 from .reference import NORM_EPS, check_inputs
+from .step import step_kernel
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """rows and warps of a readout program; registers of a flush program (at most).
+    """rows of a readout block, blocks a program, its warps (one where matrix units are used);
+    registers of a flush program (at most).
 
-    dot_from: windows of at least this length fold by matrix products, shorter ones token by token.
+    together: programs that flush for each multiprocessor, in one launch with those that read (0: a
+    launch of its own). dot_from: windows of at least this length fold by matrix products, shorter
+    ones token by token.
     """
 
     rows: int
+    blocks: int
     warps: int
+    together: int = 0
     flush_registers: int = 168
     dot_from: int = 5
 
 
-LAUNCH = {
-    4: LaunchConfig(64, 1),
-    8: LaunchConfig(64, 2),
-    16: LaunchConfig(64, 4),
-    32: LaunchConfig(64, 4),
+LAUNCH: dict[int, tuple[tuple[int, LaunchConfig], ...]] = {
+    4: ((1, LaunchConfig(64, 1, 1)),),
+    8: ((1, LaunchConfig(64, 1, 2)),),
+    16: ((1, LaunchConfig(64, 1, 4)),),
+    32: ((1, LaunchConfig(64, 1, 4)),),
 }
-"""Bits of the readout's codes -> launch configuration.
+"""Bits of the readout's codes -> (smallest batch, launch configuration), ascending.
 
-Rows and warps of 4 and 8 bits: fastest of nine on an H200, triton 3.6.0, batch 256, 32 heads of
-128 x 128, the readout alone. The others, and the registers of a flush, are not measured.
+4 and 8 bits: readouts of a few configurations on an H200, triton 3.6.0, batch 1 and 256, 32 heads
+of 128 x 128. The others, and the registers of a flush, are not measured.
 """
+
+
+def launch_for(config: StateConfig, batch: int) -> LaunchConfig:
+    """What ``LAUNCH`` says for a readout format and a batch."""
+    return [c for least, c in LAUNCH[config.readout.bits] if least <= max(batch, 1)][-1]
+
 
 FLUSH_PROGRAMS_PER_SM = 16
 """Flush programs share the tiles of all flushing rows, so that none is started for nothing."""
@@ -164,7 +179,7 @@ def _run(
     per_key = hv // hk
     empty = torch.empty
     listed = empty(batch + 1, dtype=torch.int32, device=device)
-    launch = launch or LAUNCH[config.readout.bits]
+    launch = launch or launch_for(config, batch)
     dot = (
         length >= launch.dot_from
         and gate_width == 1
@@ -195,6 +210,8 @@ def _run(
     ring = _ring_arguments(views)
     planes, plane_sizes = plane_arguments(views, config)
     padded = triton.next_power_of_2(n)
+    matrix = matrix_path(PTX.value, n, plane_sizes["OUTPUT"]) != "" and width % 8 == 0
+    start = starts_early(device) and length > 1 and readout
     prepare_kernel[(batch, hk)](
         q, k, v, g, beta,
         rate if A_log is None else A_log,
@@ -211,35 +228,52 @@ def _run(
         PERP=triton.next_power_of_2(per_key), GW=gate_width,
         RAW_GATES=A_log is not None, NEGATIVE=negative, L2NORM=l2norm, EPS=NORM_EPS,
         ROTATE=config.rotate, DOT=dot, LP=window, WARPS=launch_warps(n),
-        OUTPUT=plane_sizes["OUTPUT"],
+        OUTPUT=plane_sizes["OUTPUT"], MATRIX=matrix, EARLY=start,
         num_warps=1, num_stages=1, **ring, **size,
     )  # fmt: skip
+    rounding = rounding_sizes(config)
+    common = {"slot_ptr": rows.slots, "valid_ptr": rows.valid, "y_ptr": out, **ring, **size}
+    common |= {"y_stride": out.stride(0), "WP": padded // 8}
+    del common["ring_k_ptr"], common["ring_k_stride"]
+    del common["ring_rk_ptr"], common["ring_rk_stride"]
+    folding = {
+        "list_ptr": listed, "keys_ptr": keys, "query_ptr": query, "gate_ptr": gate,
+        "rate_ptr": rate, "v_ptr": v, "v_stride": v.stride(0),
+        "position_ptr": rows.position, "key_ptr": rows.key,
+        "layer": layer, "head_offset": head_offset,
+        "PER": per_key, "GW": gate_width, "DOT": dot, "WARPS": launch_warps(n), **rounding,
+    }  # fmt: skip
+    folding |= {f"{name}_ptr": value for name, value in system.items() if name != "low"}
+    folding["low_key_ptr"] = system["low"]
+    tiles = batch * hv * plane_sizes["TILES"]
+    registers = {} if torch.version.hip else {"maxnreg": launch.flush_registers}
     if length > 1 and readout:
+        units = batch * hv * triton.cdiv(width, launch.rows * launch.blocks)
+        reading = {
+            "c_ptr": c, "top_ptr": top, "w_ptr": weights, "flush_ptr": rows.flush,
+            "LP": max(4, triton.next_power_of_2(length)), "ROWS": launch.rows,
+            "BLOCKS": launch.blocks, "MATRIX": matrix, "EARLY": start,
+        }  # fmt: skip
+        if launch.together:
+            first = min(tiles, launch.together * multiprocessors(device))
+            step_kernel[(first + units,)](
+                tiles_first=first, FLUSH_LP=window, num_warps=launch_warps(n), num_stages=1,
+                **reading, **folding, **common, **planes, **plane_sizes, **registers,
+                **early(start),
+            )  # fmt: skip
+            return
         names = ("copy", "copy_scale", "copy_tile")
         copy = {name + end: planes[name + end] for name in names for end in ("_ptr", "_stride")}
-        readout_kernel[(triton.cdiv(width, launch.rows), hv, batch)](
-            c, top, weights,
-            slot_ptr=rows.slots, valid_ptr=rows.valid, flush_ptr=rows.flush, y_ptr=out,
-            y_stride=out.stride(0),
-            ring_v_ptr=ring["ring_v_ptr"], ring_v_stride=ring["ring_v_stride"],
-            HV=hv, K=n, V=width, L=length, LP=triton.next_power_of_2(length),
-            WP=padded // 8, ROWS=launch.rows, num_warps=launch.warps,
-            **copy,
+        given = {k: t for k, t in common.items() if not k.startswith(("ring_g", "ring_beta", "HK"))}
+        readout_kernel[(units,)](
+            num_warps=1 if matrix else launch.warps, **reading, **given, **copy, **early(start),
             **{s: plane_sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES", "OUTPUT")},
         )  # fmt: skip
     elif readout:
         out.zero_()  # padding rows, which no program visits
-    del ring["ring_k_ptr"], ring["ring_k_stride"], ring["ring_rk_ptr"], ring["ring_rk_stride"]
-    registers = {} if torch.version.hip else {"maxnreg": launch.flush_registers}
-    programs = min(batch * hv * plane_sizes["TILES"], _flush_programs(device))
-    flush_kernel[(programs,)](
-        listed, keys, query, gate, rate, v, *system.values(),
-        slot_ptr=rows.slots, valid_ptr=rows.valid, position_ptr=rows.position, key_ptr=rows.key,
-        y_ptr=out, v_stride=v.stride(0), y_stride=out.stride(0),
-        layer=layer, head_offset=head_offset,
-        WP=padded // 8, PER=per_key, GW=gate_width, DOT=dot, LP=window, WARPS=launch_warps(n),
-        num_warps=launch_warps(n), num_stages=1, **registers, **ring, **planes, **size,
-        **plane_sizes, **rounding_sizes(config),
+    flush_kernel[(min(tiles, _flush_programs(device)),)](
+        LP=window, num_warps=launch_warps(n), num_stages=1, **registers, **folding, **common,
+        **planes, **plane_sizes,
     )  # fmt: skip
 
 

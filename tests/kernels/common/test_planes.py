@@ -201,6 +201,14 @@ def test_random_bits(rows: int, n: int, bits: int, rounds: int, device: torch.de
     grid = (-(-rows // 16),)
     _bits[grid](key, position, layer, head, got, rows, w, triton.next_power_of_2(w), bits, rounds)
     want = element_bits(
-        key, torch.tensor([position]), layer, 1, rows, n, head_offset=head, bits=bits, rounds=rounds
+        key,
+        torch.tensor([position], device=device),
+        layer,
+        1,
+        rows,
+        n,
+        head_offset=head,
+        bits=bits,
+        rounds=rounds,
     )
     assert torch.equal(got.cpu(), want[0, 0].cpu())

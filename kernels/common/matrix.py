@@ -1,0 +1,386 @@
+"""Readout on matrix units, for d_state 128 and NVIDIA GPUs: the inner products and the window.
+
+A row of 4-bit codes is 64 bytes: four lanes hold it in sixteen bytes each, eight rows a warp. That
+is how ``mma.sync`` wants its left operand, if c takes the columns in the same order; so codes go to
+the matrix units from the registers they were loaded into. c is two signed 7-bit digits in the
+column of each scale block (4-bit codes), three digits in a column each (int8), or a pair of fp16
+numbers (e4m3). Products of integers are exact; what c loses is at most 1 / 32512 of its largest
+value (4-bit), 2**-21 of it (int8), 2**-22 of each element (e4m3).
+
+What Triton sees is elementwise on [REP, 8, 4]: a block has 8 REP rows, lane 4 g + q owns rows g REP
++ j, j < REP, of them, and element (j, g, q) of a product is row g REP + j in column 2 q (or 2 q + 1
+in a second tensor). That needs lane 4 g + q to hold the elements (., g, q), in the order of j,
+which is what a coalesced load of [rows, 16] words gives; tests compile the kernels and check it.
+The window's rows are loaded the same way, tokens t = q modulo 4 by lane, so that one sum over four
+lanes ends both; nothing passes through shared memory. One warp a program.
+"""
+
+import triton
+import triton.language as tl
+
+TOP2 = tl.constexpr(16256.0)  # 127 * 128: two digits, the upper one at most 127
+TOP3 = tl.constexpr(1048576.0)  # 2**20: three digits, the uppermost at most 64
+
+
+@triton.constexpr_function
+def matrix_path(ptx, n, output):
+    """Which product serves a format: "e2m1", "int4", "int8", "e4m3", or "" for none."""
+    elem, gran, block, scale = output[0], output[3], output[4], output[5]
+    if not ptx or n != 128:
+        return ""
+    if elem in ("e2m1", "int4"):
+        return elem if (gran, block, scale) == ("block", 16, "e4m3") else ""
+    return elem if elem in ("int8", "e4m3") and gran == "row" else ""
+
+
+@triton.constexpr_function
+def _mma(kind, d, a, b):
+    shape = {
+        "u8": "m16n8k32.row.col.s32.u8.s8.s32",
+        "s8": "m16n8k32.row.col.s32.s8.s8.s32",
+        "f16": "m16n8k16.row.col.f32.f16.f16.f32",
+    }[kind]
+    d, a, b = ("{" + ", ".join(t) + "}" for t in (d, a, b))
+    return f"mma.sync.aligned.{shape} {d}, {a}, {b}, {d};"
+
+
+@triton.constexpr_function
+def _matrix_asm(elem):
+    """(instructions, constraints). Two rows a call: $0, $1 the even column of both, $2, $3 the odd.
+
+    Inputs: the words of both rows (four, or eight of 8-bit codes), then the right operand, each
+    twice (once a row, as Triton packs what it broadcasts).
+    """
+    words = 4 if elem in ("e2m1", "int4") else 8
+    count = 8 if elem == "int8" else 16
+
+    def word(j, row):
+        return f"${4 + 2 * j + row}"
+
+    def right(k):
+        return f"${4 + 2 * words + 2 * k}"
+
+    def four(name):
+        return [f"{name}{i}" for i in range(4)]
+
+    def zero(name, value="0"):
+        return [f"mov.b32 {r}, {value};" for r in four(name)]
+
+    a, out = four("a"), []
+    if elem == "e2m1":  # twice the magnitudes by table: a selector of bit 3 gives 0
+        out.append("{ .reg .b32 t0, t1, x0, x1, a<4>, ph<4>, pl<4>, nh<4>, nl<4>;")
+        out.append(f"mov.b32 t0, {right(16)}; mov.b32 t1, {right(17)};")
+        out += zero("ph") + zero("nh") + zero("nl") + zero("pl", "0x4B400000")
+        for j in range(4):
+            for sign in ("p", "n"):
+                for row in range(2):
+                    x = f"x{row}"
+                    flip = "0x88888888" if sign == "n" else "0"
+                    out.append(f"xor.b32 {x}, {word(j, row)}, {flip};")
+                    out.append(f"prmt.b32 a{row}, t0, t1, {x};")
+                    out.append(f"shr.u32 {x}, {x}, 16;")
+                    out.append(f"prmt.b32 a{row + 2}, t0, t1, {x};")
+                for digit, place in enumerate("hl"):
+                    k = (digit * 4 + j) * 2
+                    out.append(_mma("u8", four(sign + place), a, [right(k), right(k + 1)]))
+        for i, target in enumerate(("$0", "$2", "$1", "$3")):
+            out.append(f"sub.s32 ph{i}, ph{i}, nh{i}; sub.s32 pl{i}, pl{i}, nl{i};")
+            out.append(f"mad.lo.s32 pl{i}, ph{i}, 128, pl{i};")
+            out.append(f"add.rn.f32 {target}, pl{i}, 0fCB400000;")  # - 1.5 * 2**23
+    elif elem == "int4":  # codes + 8; the lower digit's sums start at what takes the 8 away
+        out.append("{ .reg .b32 x, a<4>, h<4>, l<4>;")
+        out += zero("h")
+        out += [f"mov.b32 l{i}, {right(16 + i % 2)};" for i in range(4)]
+        for j in range(4):
+            for row in range(2):
+                out.append(f"and.b32 a{row}, {word(j, row)}, 0x0F0F0F0F;")
+                out.append(f"shr.u32 x, {word(j, row)}, 4;")
+                out.append(f"and.b32 a{row + 2}, x, 0x0F0F0F0F;")
+            for digit, name in enumerate("hl"):
+                k = (digit * 4 + j) * 2
+                out.append(_mma("u8", four(name), a, [right(k), right(k + 1)]))
+        for i, target in enumerate(("$0", "$2", "$1", "$3")):
+            out.append(f"mad.lo.s32 l{i}, h{i}, 128, l{i};")
+            out.append(f"add.rn.f32 {target}, l{i}, 0fCB400000;")
+    elif elem == "int8":
+        out.append("{ .reg .b32 d<4>;")
+        out += zero("d")
+        for j in range(4):
+            left = [word(j, 0), word(j, 1), word(4 + j, 0), word(4 + j, 1)]
+            out.append(_mma("s8", four("d"), left, [right(2 * j), right(2 * j + 1)]))
+    else:
+        out.append("{ .reg .b16 p, q; .reg .b32 a<4>; .reg .f32 d<4>;")
+        out += [f"mov.f32 d{i}, 0f00000000;" for i in range(4)]
+        for j in range(8):
+            for row in range(2):
+                out.append(f"mov.b32 {{p, q}}, {word(j, row)};")
+                out.append(f"cvt.rn.f16x2.e4m3x2 a{row}, p;")
+                out.append(f"cvt.rn.f16x2.e4m3x2 a{row + 2}, q;")
+            out.append(_mma("f16", four("d"), a, [right(2 * j), right(2 * j + 1)]))
+    if elem == "int8":
+        for i, target in enumerate(("$0", "$2", "$1", "$3")):
+            out.append(f"cvt.rn.f32.s32 {target}, d{i};")
+    elif elem == "e4m3":
+        for i, target in enumerate(("$0", "$2", "$1", "$3")):
+            out.append(f"mov.f32 {target}, d{i};")
+    extra = 2 if elem in ("e2m1", "int4") else 0
+    constraints = ["=&f"] * 4 + ["r"] * (2 * (words + count + extra))
+    return " ".join([*out, "}"]), ",".join(constraints)
+
+
+_BLOCK_SCALES = tl.constexpr(
+    "{ .reg .b16 p, q, x, y; .reg .b32 t; mov.b32 {p, q}, $2; cvt.rn.f16x2.e4m3x2 t, p; "
+    "mov.b32 {x, y}, t; cvt.f32.f16 $0, x; cvt.f32.f16 $1, y; }"
+)
+
+
+@triton.jit
+def store_operand(c_ptr, x, inverse_top, ok, OUTPUT: tl.constexpr):
+    """Store vectors x [ROWS, 128] as ``load_operand`` wants them.
+
+    c_ptr int32 [ROWS, 1]: 128 words a vector; inverse_top, ok [ROWS, 1] as in ``store_vector``.
+    """
+    ELEM: tl.constexpr = OUTPUT[0]
+    ROWS: tl.constexpr = x.shape[0]
+    x = x * inverse_top
+    q = tl.arange(0, 4)[None, None, :, None]
+    j = tl.arange(0, 4)[None, None, None, :]
+    s = tl.arange(0, 2)[None, :, None, None]
+    base = tl.reshape(c_ptr, [ROWS, 1, 1, 1])
+    mask = tl.reshape(ok, [ROWS, 1, 1, 1])
+    if ELEM == "e4m3":
+        high = x.to(tl.float16)
+        low = (x - high.to(tl.float32)).to(tl.float16)
+        upper = tl.arange(0, 2)[None, None, :, None] * 16
+        at = base + ((s * 4 + j) * 2) * 4 + q
+        for column in tl.static_range(2):
+            half = high if column == 0 else low
+            bits = half.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+            bits = tl.reshape(bits, [ROWS, 4, 2, 16])  # plane pair (h, u), v, word
+            pair = tl.sum(bits << upper, 2)
+            pair = tl.reshape(pair, [ROWS, 2, 2, 16])
+            first, second = tl.split(tl.permute(pair, [0, 1, 3, 2]))
+            first = tl.reshape(first, [ROWS, 2, 4, 4])
+            second = tl.reshape(second, [ROWS, 2, 4, 4])
+            tl.store(at + column * 64, first, mask=mask)
+            tl.store(at + column * 64 + 4, second, mask=mask)
+    else:
+        DIGITS: tl.constexpr = 3 if ELEM == "int8" else 2
+        TOP: tl.constexpr = TOP3 if ELEM == "int8" else TOP2
+        fixed = tl.floor(x * TOP + 0.5).to(tl.int32)
+        rest = fixed
+        for d in tl.static_range(DIGITS):  # from the lowest; the uppermost takes all that is left
+            upper = (rest + 64) >> 7 if d + 1 < DIGITS else rest * 0
+            digit = (rest - (upper << 7)) & 0xFF
+            rest = upper
+            if ELEM == "int4":  # a word's bytes: planes s, s + 2, s + 4, s + 6
+                byte = tl.reshape(digit, [ROWS, 4, 2, 16])
+                shift = tl.arange(0, 4)[None, :, None, None] * 8
+                word = tl.sum(byte << shift, 1)
+            else:  # planes 4 s .. 4 s + 3
+                byte = tl.reshape(digit, [ROWS, 2, 4, 16])
+                shift = tl.arange(0, 4)[None, None, :, None] * 8
+                word = tl.sum(byte << shift, 2)
+            word = tl.reshape(word, [ROWS, 2, 4, 4])
+            tl.store(base + (DIGITS - 1 - d) * 32 + (j * 2 + s) * 4 + q, word, mask=mask)
+        if ELEM == "e2m1":  # twice the magnitudes of the codes 0..7, a byte each
+            lane = tl.arange(0, 32)[None, :]
+            tl.store(c_ptr + 64 + lane, tl.full([ROWS, 32], 0x03020100, tl.int32), mask=ok)
+            tl.store(c_ptr + 96 + lane, tl.full([ROWS, 32], 0x0C080604, tl.int32), mask=ok)
+        elif ELEM == "int4":
+            planes = tl.sum(tl.reshape(fixed, [ROWS, 8, 16]), 2)
+            tl.store(c_ptr + 64 + tl.arange(0, 8)[None, :], 0x4B400000 - 8 * planes, mask=ok)
+
+
+@triton.jit
+def load_operand(c_ptr, OUTPUT: tl.constexpr):
+    """The right operand from ``store_operand``'s words: tensors [1, 8, 4], and two more of 4-bit
+    codes."""
+    ELEM: tl.constexpr = OUTPUT[0]
+    g, q = tl.arange(0, 8)[:, None], tl.arange(0, 4)[None, :]
+    out = ()
+    if ELEM == "e2m1" or ELEM == "int4":
+        for k in tl.static_range(16):  # a column takes the bytes of its own plane
+            word = tl.load(c_ptr + k * 4 + g * 0 + q)
+            if ELEM == "e2m1":
+                own = (g // 4 == k % 2).to(tl.int32) * (0xFF << (8 * (g % 4)))
+            else:
+                own = (g % 2 == k % 2).to(tl.int32) * (0xFF << (8 * (g // 2)))
+            out = out + (tl.expand_dims(word & own, 0),)
+    if ELEM == "e2m1":
+        # tables from memory, a word a lane: a constant, or what it knows to be the same in all
+        # lanes, the compiler would bring back into a register for each use
+        for k in tl.static_range(2):
+            table = tl.load(c_ptr + 64 + k * 32 + g * 4 + q)
+            out = out + (tl.expand_dims(table, 0),)
+    elif ELEM == "int4":
+        for k in tl.static_range(2):
+            start = tl.load(c_ptr + 64 + k + 2 * q + g * 0)
+            out = out + (tl.expand_dims(start, 0),)
+    else:
+        COLUMNS: tl.constexpr = 2 if ELEM == "e4m3" else 3  # fp16 halves or digits
+        COUNT: tl.constexpr = 16 if ELEM == "e4m3" else 8
+        for k in tl.static_range(COUNT):
+            word = tl.load(c_ptr + g * (COUNT * 4) + k * 4 + q, mask=g < COLUMNS, other=0)
+            out = out + (tl.expand_dims(word, 0),)
+    return out
+
+
+@triton.constexpr_function
+def _sum_asm(rep):
+    """Sums of ``rep`` values over four lanes; lane q keeps those from q rep / 4 on, the rest is 0.
+
+    Each lane passes on the half that it does not keep: three quarters of the shuffles of a plain
+    sum are saved.
+    """
+    out = ["{ .reg .pred p, r; .reg .b32 l, b; .reg .f32 s, t, k<8>; mov.u32 l, %laneid;"]
+    out.append("and.b32 b, l, 2; setp.ne.u32 p, b, 0; and.b32 b, l, 1; setp.ne.u32 r, b, 0;")
+    values = [f"${rep + i}" for i in range(rep)]
+    for lanes, upper in ((2, "p"), (1, "r")):
+        half, kept = len(values) // 2, []
+        for i in range(half):
+            low, high = values[i], values[i + half]
+            kept.append(f"k{i}" if lanes == 2 else f"${i}")
+            out.append(f"selp.f32 s, {low}, {high}, {upper}; selp.f32 t, {high}, {low}, {upper};")
+            out.append(f"shfl.sync.bfly.b32 s, s, {lanes}, 31, -1; add.rn.f32 {kept[-1]}, t, s;")
+        values = kept
+    out += [f"mov.f32 ${i}, 0f00000000;" for i in range(rep // 4, rep)]
+    return " ".join([*out, "}"]), ",".join(["=&f"] * rep + ["f"] * rep)
+
+
+@triton.jit
+def _sum_lanes(part, REP: tl.constexpr):
+    """Sums of part [REP, 8, 4] over its last axis: [8 REP] in natural order, REP 4 or 8."""
+    ASM: tl.constexpr = _sum_asm(REP)
+    s = tl.inline_asm_elementwise(ASM[0], ASM[1], [part], dtype=tl.float32, is_pure=True, pack=REP)
+    if REP == 8:
+        s = tl.reshape(s, [2, 2, 2, 8, 4])
+        s, _ = tl.split(tl.permute(s, (1, 2, 3, 4, 0)))
+        s, _ = tl.split(tl.permute(s, (1, 2, 3, 0)))
+        return tl.reshape(tl.permute(s, (1, 2, 0)), [64])
+    else:
+        s = tl.reshape(s, [2, 2, 8, 4])
+        s, _ = tl.split(tl.permute(s, (1, 2, 3, 0)))
+        s, _ = tl.split(tl.permute(s, (1, 2, 0)))
+        return tl.reshape(s, [32])
+
+
+@triton.jit
+def _by_lane(x, REP: tl.constexpr):
+    """[32, REP], lane by j, as [REP, 8, 4]."""
+    return tl.permute(tl.reshape(x, [8, 4, REP]), (2, 0, 1))
+
+
+@triton.jit
+def fetch_block(
+    code, scale, tile, ring, base, limit, valid,
+    R: tl.constexpr, TILES: tl.constexpr, STEP: tl.constexpr, LP: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUT: tl.constexpr,
+):  # fmt: skip
+    """(codes, scales, window) of rows base .. base + ROWS - 1, as far as below ``limit``.
+
+    Rows count through the heads from the one the pointers are at; R rows a head, a multiple of
+    ROWS / 8. ring: the window's vectors, token to token STEP elements; valid tokens are loaded, of
+    the others nothing. No load waits for another.
+    """
+    ELEM: tl.constexpr = OUTPUT[0]
+    REP: tl.constexpr = ROWS // 8
+    WIDE: tl.constexpr = 2 if ELEM == "int8" or ELEM == "e4m3" else 1
+    r = tl.arange(0, ROWS)
+    row = base + (r % 8) * REP + r // 8
+    ok = (row < limit)[:, None]
+    at = row[:, None] * (16 * WIDE) + tl.arange(0, 16)[None, :]
+    codes = ()
+    for h in tl.static_range(WIDE):
+        codes = codes + (tl.load(code + at + 16 * h, mask=ok, other=0),)
+    lane = tl.arange(0, 32)
+    first = base + (lane // 4) * REP
+    own = first[:, None] + tl.arange(0, REP)[None, :]
+    if ELEM == "e2m1" or ELEM == "int4":
+        q = tl.multiple_of(tl.arange(0, 4), 1)[None, :]  # keeps the loads narrow: a pair a lane
+        pair = scale.to(tl.pointer_type(tl.int16)) + row[:, None] * 4 + q
+        tiles = tile + (first // R) * TILES + (first % R) // 16
+        scales = (
+            tl.load(pair, mask=ok & (q >= 0), other=0),
+            tl.load(tiles, mask=first < limit, other=0.0),
+        )
+    else:
+        scales = (tl.load(scale + own, mask=own < limit, other=0.0).to(tl.float32),)
+    window = ()
+    for t in tl.static_range(LP // 4):
+        token = t * 4 + lane % 4
+        x = ring + token[:, None] * STEP + own
+        window = window + (tl.load(x, mask=(token < valid)[:, None] & (own < limit), other=0.0),)
+    return codes, scales, window
+
+
+@triton.jit
+def load_weights(weights, valid, LP: tl.constexpr):
+    """The window's weights, lane by lane: a tuple of LP / 4 tensors [32], zero from ``valid`` on.
+
+    weights: pointer to LP fp32, or one for each lane [32].
+    """
+    token = tl.arange(0, 32) % 4
+    out = ()
+    for t in tl.static_range(LP // 4):
+        at = t * 4 + token
+        out = out + (tl.load(weights + at, mask=at < valid, other=0.0),)
+    return out
+
+
+@triton.jit
+def block_dot(
+    codes, scales, window, c, weights, unit, LP: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUT: tl.constexpr,
+):  # fmt: skip
+    """unit O c + sum_t weights[t] window[t] of a block: fp32 [ROWS] in natural order.
+
+    codes, scales, window from ``fetch_block``, c from ``load_operand``, weights from
+    ``load_weights``; unit fp32 (or one for each lane [32]): the largest magnitude of the vector
+    behind c, times what multiplies the product.
+    """
+    ELEM: tl.constexpr = OUTPUT[0]
+    LOW: tl.constexpr = OUTPUT[1]
+    REP: tl.constexpr = ROWS // 8
+    ASM: tl.constexpr = _matrix_asm(ELEM)
+    FOUR: tl.constexpr = ELEM == "e2m1" or ELEM == "int4"
+    COUNT: tl.constexpr = 18 if FOUR else (16 if ELEM == "e4m3" else 8)
+    pushed = window[0].to(tl.float32) * weights[0][:, None]
+    for t in tl.static_range(LP // 4 - 1):
+        pushed += window[t + 1].to(tl.float32) * weights[t + 1][:, None]
+    args = ()
+    for h in tl.static_range(1 if FOUR else 2):
+        even, odd = tl.split(tl.reshape(codes[h], [REP, 8, 4, 2, 2]))
+        w0, w2 = tl.split(even)
+        w1, w3 = tl.split(odd)
+        args = args + (w0, w1, w2, w3)
+    for k in tl.static_range(COUNT):
+        args = args + (c[k],)
+    s0, s1 = tl.inline_asm_elementwise(
+        ASM[0], ASM[1], args, dtype=(tl.float32, tl.float32), is_pure=True, pack=2
+    )
+    if FOUR:
+        pair = tl.reshape(scales[0].to(tl.int32) & 0xFFFF, [REP, 8, 4])
+        f0, f1 = tl.inline_asm_elementwise(
+            _BLOCK_SCALES,
+            "=&f,=&f,r",
+            [pair],
+            dtype=(tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+        part = s0 * f0 + s1 * f1
+        STEPS: tl.constexpr = (0.5 if ELEM == "e2m1" else 1.0) * 2.0**LOW / TOP2
+        factor = tl.broadcast_to((scales[1] * (unit * STEPS))[:, None], [32, REP])
+    else:
+        if ELEM == "e4m3":
+            part = s0 + s1
+            STEPS: tl.constexpr = 1.0
+        else:
+            q = tl.arange(0, 4)[None, None, :]
+            part = s0 * tl.where(q == 0, 16384.0, 1.0) + s1 * 128.0
+            STEPS: tl.constexpr = 2.0**LOW / TOP3
+        by_lane = unit * STEPS
+        factor = scales[0] * tl.broadcast_to(by_lane, [32])[:, None]
+    part = part * _by_lane(factor, REP) + _by_lane(pushed, REP)
+    return _sum_lanes(part, REP)
