@@ -380,6 +380,11 @@ class _SplitLayer:
     _split_owner: HFState
     _split_index: int
 
+    @property
+    def is_croppable(self) -> bool:
+        """Asked by transformers 5.24 before it assists."""
+        return self._split_owner.drafts > 0
+
     def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any):
         handle = self.recurrent_states[state_idx]  # type: ignore[attr-defined]
         if recurrent_states is handle and handle is not None:
@@ -426,8 +431,13 @@ def _split_class(base: type) -> type:
     return type("Split" + base.__name__, (base,), methods)
 
 
-def _no_crop(tokens_to_remove: int) -> None:
-    """In place of ``crop`` in cache layers that hold nothing."""
+class _EmptyLayer(LinearAttentionLayer):
+    """The place of an MLP in a cache, which transformers would crop although it holds nothing."""
+
+    is_croppable = True  # type: ignore[assignment]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        pass
 
 
 def _is_split(layer: Any) -> bool:
@@ -536,7 +546,7 @@ class HFState:
         if self.drafts:
             for i, layer in enumerate(cache.layers):
                 if i not in self.found.layers and type(layer) is LinearAttentionLayer:
-                    layer.crop = _no_crop  # the place of an MLP: transformers would crop nothing
+                    layer.__class__ = _EmptyLayer
                     self._empty.add(layer)
         for i in self.configs:
             layer = cache.layers[i] if i < len(cache.layers) else None
@@ -596,7 +606,7 @@ class HFState:
             for layer in list(self._layers):
                 stack.callback(_release, layer)
             for layer in list(self._empty):
-                stack.callback(vars(layer).pop, "crop", None)
+                stack.callback(setattr, layer, "__class__", LinearAttentionLayer)
         self._layers.clear()
         self._empty.clear()
         self._mask = None
