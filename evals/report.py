@@ -219,20 +219,34 @@ def worst(found: Sequence[Comparison]) -> str:
     return "INCONCLUSIVE"
 
 
+def _overview_tasks(run: RunRecord, model: ModelRecord) -> tuple[str | None, str | None]:
+    """The tasks whose divergence and whose accuracy the overview shows: of those that most arms
+    have, the first."""
+    found = [c for c in run.comparisons if c.model == model.name]
+    likelihood = {t.name for t in run.tasks if t.scored == "likelihood"}
+    names = [t.name for t in run.tasks]
+
+    def most(having: list[str]) -> str | None:
+        return max(names, key=having.count) if having else None
+
+    return (
+        most([c.task for c in found if c.kld is not None]),
+        most([c.task for c in found if c.task not in likelihood]),
+    )
+
+
 def overview(run: RunRecord, model: ModelRecord) -> list[dict[str, Any]]:
-    """A row an arm: bits and bytes, divergence on the first task that has one, accuracy on the
-    first that has one, tokens generated, the worst verdict of all tasks."""
+    """A row an arm: bits and bytes, divergence on one task and accuracy on one, the same for all
+    arms, tokens generated, the worst verdict of all tasks."""
     rows = []
+    divergence, accuracy = _overview_tasks(run, model)
     for a in run.arms:
         found = [c for c in run.comparisons if (c.model, c.arm) == (model.name, a.name)]
         if not found or model.name not in a.bytes:
             continue
         size_of = a.bytes[model.name]
-        likelihood = {t.name for t in run.tasks if t.scored == "likelihood"}
-        order = {t.name: i for i, t in enumerate(run.tasks)}
-        found.sort(key=lambda c: order[c.task])
-        kld = next((c for c in found if c.kld is not None), None)
-        task = next((c for c in found if c.task not in likelihood), None)
+        kld = next((c for c in found if c.task == divergence), None)
+        task = next((c for c in found if c.task == accuracy), None)
         rows.append(
             {
                 "state": label_of(a),

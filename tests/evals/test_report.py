@@ -197,3 +197,11 @@ def test_results_page_holds_every_file_newest_first(run: RunRecord, tmp_path, ca
 def test_a_page_of_results_takes_a_run_without_accuracy(run: RunRecord) -> None:
     run.tasks[0] = run.tasks[0].model_copy(update={"scored": "likelihood"})
     assert "## a.json" in report.results_page({"a.json": run})
+
+
+def test_an_overview_shows_one_task_for_all_arms(run: RunRecord) -> None:
+    first = run.tasks[0].model_copy(update={"name": "rare"})
+    run.tasks.insert(0, first)  # measured for one of the two arms only
+    run.comparisons.append(run.comparisons[1].model_copy(update={"task": "rare"}))
+    rows = report.overview(run, run.models[0])
+    assert len(rows) == 2 and {r["accuracy_task"] for r in rows} == {"task"}
