@@ -97,12 +97,12 @@ def bytes_table(run: RunRecord, model: ModelRecord) -> str:
     rows = []
     for text in (*PUBLISHED, *STANDARD, *PLANAR):
         held = [arms.get(_digest(f"{text}:sr@{n}")) for n in sorted(LENGTHS)]
-        first = next((a for a in held if a is not None and model.name in a.bytes), None)
-        if first is None:
+        sizes = [None if a is None else a.bytes.get(model.name) for a in held]
+        size = next((s for s in sizes if s is not None), None)
+        if size is None:
             continue
-        size = first.bytes[model.name]
         bits = 8 * (size.stored - size.ring) / model.state_elements
-        ratios = ["–" if a is None else f"{a.bytes[model.name].ratio:.2f}x" for a in held]
+        ratios = ["–" if s is None else f"{s.ratio:.2f}x" for s in sizes]
         rows.append([_format_name(text), f"{bits:.2f}", *ratios])
     return report.markdown_table(head, rows)
 

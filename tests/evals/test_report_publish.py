@@ -100,3 +100,7 @@ def test_a_stale_text_fails_the_check(root, monkeypatch, capsys):
     shutil.rmtree(root / "evals" / "results")
     (root / "evals" / "results").mkdir()
     assert report_publish.main([]) == 2
+
+
+def test_the_committed_texts_are_what_the_results_make_of_them():
+    assert report_publish.main(["--check"]) == 0
