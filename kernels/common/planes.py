@@ -452,23 +452,28 @@ def float_code(
 @triton.jit
 def integer_bits(
     t, words, ENTRY: tl.constexpr, TOP: tl.constexpr, BIAS: tl.constexpr, SR: tl.constexpr,
-    BITS: tl.constexpr,
+    BITS: tl.constexpr, CLAMP: tl.constexpr,
 ):  # fmt: skip
-    """fp32 bits whose low places hold the rounded integer of scaled values plus BIAS (even)."""
+    """fp32 bits whose low places hold the rounded integer of scaled values plus BIAS (even).
+
+    CLAMP to +-TOP, unless no scale is below its group's largest value / TOP: values then exceed TOP
+    by less than the 2 / 1024 that separate an 8-bit draw from the next integer.
+    """
     if SR and BITS == 8:
         t = t + random_offset(words, ENTRY)
     elif SR:  # 16 bits: the fraction apart, or large values would leave the draw too few places
         u = (random_of(words, ENTRY, BITS).to(tl.float32) + 0.5) * 2.0**-16
         whole = tl.floor(t)
         t = whole + tl.floor((t - whole) + u)
-    t = tl.minimum(tl.maximum(t, -TOP), TOP)
+    if CLAMP:
+        t = tl.minimum(tl.maximum(t, -TOP), TOP)
     return as_bits(t + (12582912.0 + BIAS))
 
 
 @triton.jit
 def int_code(t, r, TOP: tl.constexpr, SR: tl.constexpr, BITS: tl.constexpr):
     """Signed integer codes (int32) of scaled fp32 values, given one random number each."""
-    return integer_bits(t, (r,), 0, TOP, 0, SR, BITS) - 0x4B400000
+    return integer_bits(t, (r,), 0, TOP, 0, SR, BITS, True) - 0x4B400000
 
 
 @triton.jit
@@ -569,13 +574,28 @@ def e4m3_pair(low, high):
 
 
 @triton.jit
+def e4m3_pair_up(low, high):
+    """``e4m3_pair`` rounded up, at most 448."""
+    low = tl.minimum(low, 448.0)
+    high = tl.minimum(high, 448.0)
+    both, below, above = e4m3_pair(low, high)
+    both += tl.where(below < low, 1, 0) + tl.where(above < high, 256, 0)
+    below, above = tl.inline_asm_elementwise(
+        "{ .reg .b16 h, l, u; .reg .b32 f; cvt.u16.u32 h, $2; cvt.rn.f16x2.e4m3x2 f, h; "
+        "mov.b32 {l, u}, f; cvt.f32.f16 $0, l; cvt.f32.f16 $1, u; }",
+        "=f,=f,r", [both], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+    return both, below, above
+
+
+@triton.jit
 def store_scales(
     amaxes, tile, tile_inverse, scale_ptr, row, row_ok,
     COUNT: tl.constexpr, SCALE: tl.constexpr, MAX_CODE: tl.constexpr, UP: tl.constexpr,
     FULL: tl.constexpr,
 ):  # fmt: skip
     """Make the scales of the groups of rows and store them; their fp32 values and inverses."""
-    PACKED: tl.constexpr = SCALE == "e4m3" and not UP and PTX and COUNT % 4 == 0
+    PACKED: tl.constexpr = SCALE == "e4m3" and PTX and COUNT % 4 == 0
     scales = ()
     inverses = ()
     word = row * 0
@@ -586,7 +606,10 @@ def store_scales(
                 for e in tl.static_range(2):
                     raw = divide(amaxes[k + e], MAX_CODE, 1.0 / MAX_CODE)
                     ratio = ratio + (divide(raw, tile, tile_inverse),)
-                both, low, high = e4m3_pair(ratio[0], ratio[1])
+                if UP:
+                    both, low, high = e4m3_pair_up(ratio[0], ratio[1])
+                else:
+                    both, low, high = e4m3_pair(ratio[0], ratio[1])
                 word = word | (both << (8 * (k % 4)))
                 scales = scales + (low * tile, high * tile)
             s = scales[k]
@@ -672,6 +695,7 @@ def encode_tile(
     FLIP: tl.constexpr = -0x7F7F7F80 if ELEM == "int8" else 0  # stored bytes are signed
     FLIP_LOW: tl.constexpr = -0x7F7F7F80 if LOW == 8 else 0
     FULL: tl.constexpr = R % 16 == 0 and column.shape[0] == W
+    CLAMP: tl.constexpr = (SCALE == "e4m3" and not UP) or (SR and BITS == 16)
     HALVES: tl.constexpr = ELEM == "fp16" and SR and BITS == 8 and PTX and not SCALED
     tile = 0.0
     tile_inverse = 0.0
@@ -715,7 +739,7 @@ def encode_tile(
                     if BACK:
                         back = back + half_values(word)
             elif INTEGER:
-                bits = integer_bits(x, words, p * 8 + i, MAX_CODE, BIAS, SR, BITS)
+                bits = integer_bits(x, words, p * 8 + i, MAX_CODE, BIAS, SR, BITS, CLAMP)
                 word = word | (shift(bits, WIDTH * (i % PER) - LOW) & lane_mask(WIDTH, i % PER))
                 value = as_float(bits) - (12582912.0 + BIAS)
                 if LOW > 0:
@@ -769,11 +793,12 @@ def decode_tile(
     FORMAT: tl.constexpr,
     R: tl.constexpr,
     N: tl.constexpr,
+    RAW: tl.constexpr = False,
 ):
     """The checkpoint of a tile as sixteen fp32 [8, W] tensors; arguments as ``encode_tile``.
 
     Masks count only where a tile may be cut (R % 16, or W not a power of two): all of a whole tile
-    is read.
+    is read. RAW leaves out the scale of a row.
     """
     ELEM: tl.constexpr = FORMAT[0]
     LOW: tl.constexpr = FORMAT[1]
@@ -799,13 +824,13 @@ def decode_tile(
             values = planar_values(words, lows, ELEM, LOW)
         else:
             values = code_values(words, ELEM, GRAN == "none")
-        if GRAN != "none":
+        if GRAN != "none" and not RAW:
             scales = load_scales(
                 scale_ptr, tile, row, row_ok[p], GRAN, SCALE, BLOCK, N, R % 16 == 0
             )
         for i in tl.static_range(8):
             value = values[i]
-            if GRAN != "none":
+            if GRAN != "none" and not RAW:
                 value = value * spread(scales, column, i, W, BLOCK, N)
             if FULL:
                 out = out + (value,)

@@ -140,7 +140,7 @@ def _read_keys(
     for i in tl.static_range(8):
         even = values[i]
         odd = values[8 + i]
-        if OPERAND != "plain":
+        if OPERAND == "split":
             even = even * even_scale
             odd = odd * odd_scale
         even_high, even_low = halves(even)
@@ -180,23 +180,26 @@ def _fold_dot(
     """The whole window at once: e^(G_n) U + [(v - e^G U k) W^T] k; see ``prepare``.
 
     OPERAND says how the checkpoint becomes fp16 numbers: "plain" if it is fp16, "row" if its codes
-    are and have one scale a row, else "split" into two, after division by the row's largest value.
+    are and have one scale a row (``values`` are then the codes), else "split" into two, after
+    division by the row's largest value.
     """
     place = tl.arange(0, 2 * PAIRS)
     stacked = (i_t * 2 * PAIRS + 2 * (place % PAIRS) + place // PAIRS)[:, None]
     even_scale = 1.0
     odd_scale = 1.0
     top = 1.0
-    if OPERAND == "row":  # codes times a row scale: dividing by it gives back the codes
-        even_top = tl.load(scales + 2 * pair, mask=2 * pair < V, other=0.0).to(tl.float32)[:, None]
+    even_total = total
+    odd_total = total
+    if OPERAND == "row":
+        even_top = tl.load(scales + 2 * pair, mask=2 * pair < V, other=0.0)
         odd_top = tl.load(scales + 2 * pair + 1, mask=2 * pair + 1 < V, other=0.0)
-        odd_top = odd_top.to(tl.float32)[:, None]
+        even_total = even_top.to(tl.float32)[:, None] * total
+        odd_total = odd_top.to(tl.float32)[:, None] * total
         top = tl.load(scales + stacked, mask=stacked < V, other=0.0).to(tl.float32)
     elif OPERAND == "split":
         even_top = _largest(values, 0)
         odd_top = _largest(values, 1)
         top = stack_tile(even_top, odd_top, 1)
-    if OPERAND != "plain":
         even_scale = _inverse(even_top)
         odd_scale = _inverse(odd_top)
     read = _read_keys(values, even_scale, odd_scale, natural, natural_low, WP, LP, OPERAND)
@@ -225,14 +228,14 @@ def _fold_dot(
         change = tl.dot(update_low, key, change)
         change = tl.dot(update, _key_plane(low, i, WP, LP), change)
         even, odd = unstack_rows(change * largest, WP, WARPS)
-        evens = evens + (values[i] * total + even,)
-        odds = odds + (values[8 + i] * total + odd,)
+        evens = evens + (values[i] * even_total + even,)
+        odds = odds + (values[8 + i] * odd_total + odd,)
     return evens + odds
 
 
 @triton.jit
 def flush_tiles(
-    start, step,
+    mine, programs,
     list_ptr, keys_ptr, query_ptr, gate_ptr, rate_ptr, v_ptr,  # see prepare_kernel
     high_ptr, low_key_ptr, w_high_ptr, w_low_ptr, until_ptr, total_ptr,  # with DOT
     ring_v_ptr, ring_g_ptr, ring_beta_ptr,  # at slot 0
@@ -250,12 +253,22 @@ def flush_tiles(
     SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
     DOT: tl.constexpr, LP: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Every step-th of the tiles (row, head, 16 rows of the head) that flush, from ``start``."""
+    """Of the tiles (row, head, 16 rows of the head) that flush, the share of program ``mine``.
+
+    It is a run of neighbours: they read the same window, and the next tile is asked for while this
+    one is worked on.
+    """
     W: tl.constexpr = K // 8
+    TILE_WORDS: tl.constexpr = 16 * CODE_HEAD // V
+    LOW_WORDS: tl.constexpr = 16 * LOW_HEAD // V
+    OPERAND: tl.constexpr = operand_of(UPDATE)
+    RAW: tl.constexpr = DOT and OPERAND == "row"
     column = tl.arange(0, WP)
     column_ok = column < W
     units = tl.load(list_ptr) * (HV * TILES)
-    for unit in range(start, units, step):
+    run = tl.cdiv(units, programs)
+    end = tl.minimum((mine + 1) * run, units)
+    for unit in range(mine * run, end):
         i_b = tl.load(list_ptr + 1 + unit // (HV * TILES)).to(tl.int64)
         i_h = unit // TILES % HV
         i_t = unit % TILES
@@ -268,9 +281,9 @@ def flush_tiles(
         scales = scale_ptr + slot * scale_stride + i_h * SCALE_HEAD
         tiles = tile_ptr + slot * tile_stride + i_h * TILES
         values = decode_tile(
-            pair, column, row_ok, column_ok, code, low, scales, tiles, UPDATE, V, K
+            pair, column, row_ok, column_ok, code, low, scales, tiles, UPDATE, V, K, RAW
         )
-        if V % (2 * PAIRS) == 0:  # heads follow each other without a gap
+        if V % 16 == 0:  # heads follow each other without a gap
             ahead = ((unit + 1 < end) & (unit % (HV * TILES) + 1 < HV * TILES)).to(tl.int32) + i_t
             prefetch_words(code, ahead * TILE_WORDS, TILE_WORDS)
             prefetch_words(low, ahead * LOW_WORDS, LOW_WORDS)
@@ -287,7 +300,7 @@ def flush_tiles(
                 low_key_ptr + key_head * (2 * LP * 8 * WP) + LP * 8 * WP,
                 w_high_ptr + head * (LP * LP), w_low_ptr + head * (LP * LP),
                 until_ptr + head * LP, tl.load(total_ptr + head), ring_v, v_now, valid, i_t, pair,
-                HV, V, WP, LP, operand_of(UPDATE), WARPS,
+                HV, V, WP, LP, OPERAND, WARPS,
             )  # fmt: skip
         else:
             keys = keys_ptr + key_head * (L * K)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ...config import StateConfig
-from ...formats.rotation import block_of, signs
+from ...formats.rotation import block_of
 from ...state.cache import StepRows
 from ...state.layout import StateViews
 from ..common.activation import softplus
@@ -25,12 +25,12 @@ from ..common.fold import (
     add_window,
     bf16_terms,
     list_flushes,
+    prefetch_words,
     rotate_window,
     rotation_table,
     stack_rows,
     thread_order,
 )
-from ..common.hadamard import rotate_vector
 from ..common.planes import PAIRS, PTX, decode_tile
 from ..common.store import encode_state, launch_warps, plane_arguments, rounding_sizes
 from .decode import finish
@@ -39,7 +39,7 @@ from .decode import finish
 @triton.jit
 def window_kernel(
     dt_ptr, B_ptr, C_ptr, A_ptr, bias_ptr,
-    sign_ptr, rotation_ptr,  # fp32 [N], +-1 [NP, NP] (rotation_table)
+    rotation_ptr,  # +-1 [NP, NP] (fold.rotation_table)
     slot_ptr, valid_ptr, flush_ptr, ring_dt_ptr, ring_B_ptr,
     list_ptr,  # int32 [b + 1]: count and numbers of the rows that flush
     weight_ptr, decay_ptr,  # fp32 [b, H, LP], [b, H]
@@ -64,6 +64,26 @@ def window_kernel(
     if L > 1:
         if tl.load(flush_ptr + i_b).to(tl.int32) == 0:
             return
+    leave_window(
+        i_g, i_b, slot, dt_ptr, B_ptr, C_ptr, A_ptr, bias_ptr, rotation_ptr,
+        valid_ptr, ring_dt_ptr, ring_B_ptr, weight_ptr, decay_ptr, window_ptr, vector_ptr,
+        dt_stride, B_stride, C_stride, ring_dt_stride, ring_B_stride,
+        H, G, N, NP, WP, LP, PER, PERP, TERMS, WARPS, ROTATE, BLOCK, SOFTPLUS, HAS_BIAS,
+    )  # fmt: skip
+
+
+@triton.jit
+def leave_window(
+    i_g, i_b, slot,
+    dt_ptr, B_ptr, C_ptr, A_ptr, bias_ptr, rotation_ptr,
+    valid_ptr, ring_dt_ptr, ring_B_ptr, weight_ptr, decay_ptr, window_ptr, vector_ptr,
+    dt_stride, B_stride, C_stride, ring_dt_stride, ring_B_stride,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr,
+    LP: tl.constexpr, PER: tl.constexpr, PERP: tl.constexpr,
+    TERMS: tl.constexpr, WARPS: tl.constexpr,
+    ROTATE: tl.constexpr, BLOCK: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """What the heads of a group share in the flush of a row; arguments as ``window_kernel``."""
     valid = tl.load(valid_ptr + i_b)
     token, n = tl.arange(0, LP), tl.arange(0, NP)
     # each head's dt, decays and weights: exp(a - a_j) dt_j, and exp(a) of the whole window
@@ -87,10 +107,10 @@ def window_kernel(
     tl.store(weight_ptr + at, weight, mask=head_ok[:, None])
     tl.store(decay_ptr + i_b * H + first + head, tl.exp(tl.sum(decay, 1)), mask=head_ok)
     # the group's C and B
-    C = tl.load(C_ptr + i_b * C_stride + i_g * N + n, mask=n < N, other=0.0).to(tl.float32)
-    if ROTATE:
-        C = rotate_vector(C, sign_ptr, N, NP)
-    tl.store(vector_ptr + (i_b * G + i_g) * N + n, C, mask=n < N)
+    C = tl.load(C_ptr + i_b * C_stride + i_g * N + n, mask=n < N, other=0.0)
+    vector = vector_ptr + (i_b * G + i_g) * N
+    if not ROTATE:
+        tl.store(vector + n, C.to(tl.float32), mask=n < N)
     ring_B = ring_B_ptr + slot * ring_B_stride + i_g * N
     inside = (n < N)[None, :]
     B = tl.load(
@@ -102,9 +122,13 @@ def window_kernel(
     window = window_ptr + (i_b * G + i_g) * (TERMS * LP * 8 * WP) + token[:, None] * (8 * WP)
     if ROTATE:
         CHUNK: tl.constexpr = NP if NP < 64 else 64
+        C = tl.where((token == 0)[:, None], C[None, :], 0.0).to(C_ptr.dtype.element_ty)
         for start in range(0, NP, CHUNK):
+            mine = start + tl.arange(0, CHUNK)
+            turned = rotate_window(C, rotation_ptr + start, NP, CHUNK) * (BLOCK**-0.5)
+            tl.store(vector + mine, tl.sum(turned, 0), mask=mine < N)
             part = rotate_window(B, rotation_ptr + start, NP, CHUNK) * (BLOCK**-0.5)
-            store_terms(window, part, start + tl.arange(0, CHUNK), N, WP, LP, TERMS, WARPS)
+            store_terms(window, part, mine, N, WP, LP, TERMS, WARPS)
     else:
         store_terms(window, B.to(tl.float32), n, N, WP, LP, TERMS, WARPS)
 
@@ -143,11 +167,51 @@ def flush_kernel(
     D_ROWS: tl.constexpr, HAS_Z: tl.constexpr,
 ):  # fmt: skip
     """Any number of programs share the tiles (row, head, 16 rows of the head) that flush."""
+    flush_tiles(
+        tl.program_id(0), tl.num_programs(0),
+        x_ptr, z_ptr, y_ptr, D_ptr, slot_ptr, valid_ptr, position_ptr, key_ptr, list_ptr,
+        ring_x_ptr, weight_ptr, decay_ptr, window_ptr, vector_ptr, code_ptr, low_ptr, scale_ptr,
+        tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr, x_stride, z_stride, y_stride,
+        ring_x_stride, code_stride, low_stride, scale_stride, tile_stride, copy_stride,
+        copy_scale_stride, copy_tile_stride, layer, head_offset, H, G, R, N, WP, LP, TERMS, LEFT,
+        WARPS, CODE_HEAD, LOW_HEAD, SCALE_HEAD, COPY_HEAD, COPY_SCALE_HEAD, TILES, UPDATE, OUTPUT,
+        HAS_COPY, SR, BITS, ROUNDS, D_ROWS, HAS_Z,
+    )  # fmt: skip
+
+
+@triton.jit
+def flush_tiles(
+    mine, programs,
+    x_ptr, z_ptr, y_ptr, D_ptr,
+    slot_ptr, valid_ptr, position_ptr, key_ptr, list_ptr,
+    ring_x_ptr, weight_ptr, decay_ptr, window_ptr, vector_ptr,  # see window_kernel
+    code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
+    x_stride, z_stride, y_stride, ring_x_stride,
+    code_stride, low_stride, scale_stride, tile_stride,
+    copy_stride, copy_scale_stride, copy_tile_stride,
+    layer, head_offset,
+    H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, WP: tl.constexpr,
+    LP: tl.constexpr, TERMS: tl.constexpr, LEFT: tl.constexpr, WARPS: tl.constexpr,
+    CODE_HEAD: tl.constexpr, LOW_HEAD: tl.constexpr, SCALE_HEAD: tl.constexpr,
+    COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
+    UPDATE: tl.constexpr, OUTPUT: tl.constexpr, HAS_COPY: tl.constexpr,
+    SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
+    D_ROWS: tl.constexpr, HAS_Z: tl.constexpr,
+):  # fmt: skip
+    """Of the tiles (row, head, 16 rows of the head) that flush, the share of program ``mine``.
+
+    It is a run of neighbours: they read the same window, and the next tile is asked for while this
+    one is worked on.
+    """
     W: tl.constexpr = N // 8
+    TILE_WORDS: tl.constexpr = 16 * CODE_HEAD // R
+    LOW_WORDS: tl.constexpr = 16 * LOW_HEAD // R
     column, token = tl.arange(0, WP), tl.arange(0, LP)
     column_ok = column < W
     units = tl.load(list_ptr) * (H * TILES)
-    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+    run = tl.cdiv(units, programs)
+    end = tl.minimum((mine + 1) * run, units)
+    for unit in range(mine * run, end):
         i_b = tl.load(list_ptr + 1 + unit // (H * TILES)).to(tl.int64)
         i_h = unit // TILES % H
         i_t = unit % TILES
@@ -162,6 +226,10 @@ def flush_kernel(
         values = decode_tile(
             pair, column, row_ok, column_ok, code, low, scales, tiles, UPDATE, R, N
         )
+        if R % 16 == 0:  # heads follow each other without a gap
+            ahead = ((unit + 1 < end) & (unit % (H * TILES) + 1 < H * TILES)).to(tl.int32) + i_t
+            prefetch_words(code, ahead * TILE_WORDS, TILE_WORDS)
+            prefetch_words(low, ahead * LOW_WORDS, LOW_WORDS)
         row = i_t * (2 * PAIRS) + tl.arange(0, 2 * PAIRS)
         inputs = i_b * x_stride + i_h * R
         x = tl.load(
@@ -201,6 +269,15 @@ def flush_kernel(
 FLUSH_PROGRAMS_PER_SM = 16
 """Programs of a flush: they share the tiles of all flushing rows, none is started for nothing."""
 
+FLUSH_REGISTERS = 128
+"""Registers of a thread, so that sixteen programs fit a multiprocessor: of 96 to 168 the fastest on
+an H200 (triton 3.6.0, Super geometry, batch 256; nvfp4 + fp16 and P4+8)."""
+
+
+def register_limit() -> dict[str, int]:
+    """The launch option that bounds a flush's registers, where there is one."""
+    return {} if torch.version.hip else {"maxnreg": FLUSH_REGISTERS}
+
 
 @lru_cache(maxsize=32)
 def flush_programs(device: torch.device) -> int:
@@ -208,6 +285,13 @@ def flush_programs(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return FLUSH_PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def window_terms(config: StateConfig, ring: torch.dtype) -> tuple[int, int]:
+    """bf16 terms of the weighted x and of B, as exact as the checkpoint can tell."""
+    precise = 2 if config.update.is_scaled else 3  # terms of an operand: 16 bits, or all 24
+    exact = ring == torch.bfloat16 and not config.rotate
+    return precise, 1 if exact or not PTX.value else precise
 
 
 def flush_rows(
@@ -242,9 +326,7 @@ def flush_rows(
     lp = max(16, triton.next_power_of_2(length))
     wp = triton.next_power_of_2(n // 8)
     warps = launch_warps(n)
-    precise = 3 if config.update.name == "fp32" else 2
-    exact = ring_B.dtype == torch.bfloat16 and not config.rotate
-    terms = 1 if exact or not PTX.value else precise
+    precise, terms = window_terms(config, ring_B.dtype)
     scratch = {"dtype": torch.float32, "device": device}
     listed = torch.empty(batch + 1, dtype=torch.int32, device=device)
     weight = torch.empty(batch, heads, lp, **scratch)  # type: ignore[call-overload]
@@ -257,7 +339,6 @@ def flush_rows(
     per_group = heads // groups
     window_kernel[(groups, batch)](
         dt, B, C, A, A if dt_bias is None else dt_bias,
-        signs(n, device) if config.rotate else A,
         rotation_table(n, device) if config.rotate else A,
         rows.slots, rows.valid, rows.flush, ring_dt, ring_B,
         listed, weight, decay, window, vector,
@@ -277,5 +358,6 @@ def flush_rows(
         ring_x_stride=ring_x.stride(0), layer=layer, head_offset=head_offset,
         H=heads, G=groups, R=p, N=n, WP=wp, LP=lp, TERMS=terms, LEFT=precise, WARPS=warps,
         D_ROWS=0 if D is None else D.ndim, HAS_Z=z is not None,
-        num_warps=warps, num_stages=1, **planes, **sizes, **rounding_sizes(config),
+        num_warps=warps, num_stages=1, **register_limit(), **planes, **sizes,
+        **rounding_sizes(config),
     )  # fmt: skip
