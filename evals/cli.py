@@ -58,6 +58,17 @@ def _state(args: argparse.Namespace) -> tuple[dict[str, Any], StateConfig | None
     return base, StateConfig.from_flags(**formats, **base)
 
 
+def _without_effect(args: argparse.Namespace) -> None:
+    """Refuse flags of the other backend."""
+    for flag, value, default, instead in (
+        ("--device", args.device, "auto", "; CUDA_VISIBLE_DEVICES chooses a GPU"),
+        ("--prefill", args.prefill, 1, ""),
+        ("--path", args.path, "scan", ""),
+    ):
+        if value != default:
+            raise ValueError(f"{flag} has no effect with --backend vllm; leave it out{instead}")
+
+
 def request(args: argparse.Namespace, command: list[str]) -> runner.Request:
     """The request that the arguments make. Raises ValueError."""
     if args.backend not in ("hf", "vllm"):
@@ -65,6 +76,8 @@ def request(args: argparse.Namespace, command: list[str]) -> runner.Request:
     if args.backend == "hf" and (args.vllm_python or args.vllm_args):
         flag = "--vllm-python" if args.vllm_python else "--vllm-args"
         raise ValueError(f"{flag} needs --backend vllm")
+    if args.backend == "vllm":
+        _without_effect(args)
     base, candidate = _state(args)
     named = [models.resolve(name) for name in _split(args.model)] or models.default_models()
     ours = all(m.source == "shipped" for m in named)

@@ -171,6 +171,9 @@ def test_where_vllm_shows_requests_their_seeds_carry_the_rounding_seed(
         ("--vllm-args [1]", "--vllm-args '[1]' is no JSON mapping"),
         ("--vllm-args {", "--vllm-args '{' is no JSON mapping"),
         ("--update-dtype fp9", "unknown state format 'fp9'"),
+        ("--device cuda:1", "--device has no effect with --backend vllm"),
+        ("--prefill 4", "--prefill has no effect"),
+        ("--path decode", "--path has no effect"),
     ],
 )
 def test_what_cannot_run_is_refused(
