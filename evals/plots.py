@@ -219,8 +219,11 @@ def _arms(run: RunRecord) -> dict[str, ArmRecord]:
     return {a.name: a for a in run.arms}
 
 
-def _found(run: RunRecord, model: str, task: str) -> list[Comparison]:
-    return [c for c in run.comparisons if (c.model, c.task) == (model, task)]
+def _found(run: RunRecord, model: str, task: str, layers: bool = False) -> list[Comparison]:
+    """Comparisons of a task, without (or with) states that one layer alone is in."""
+    single = {a.name for a in run.arms if a.layers is not None and len(a.layers) == 1}
+    found = [c for c in run.comparisons if (c.model, c.task) == (model, task)]
+    return [c for c in found if layers or c.arm not in single]
 
 
 def _picked(
@@ -296,7 +299,6 @@ def pareto(run: RunRecord, model: ModelRecord, task: TaskRecord) -> Figure | Non
         for c in found
         for run_arm in [_arms(run)[c.arm]]
         if c.role != "floor" and c.kld and finite_kld(c.kld.mean) and run_arm.config
-        and not run_arm.layers
     ]  # fmt: skip
     points = [p for p in points if p[1] > 0]
     if len(points) < 3:
@@ -414,7 +416,7 @@ def layers(run: RunRecord, model: ModelRecord, task: TaskRecord) -> Figure | Non
     """Divergence with one layer at a time stored in a format, every other in fp32."""
     arms = _arms(run)
     cells: dict[tuple[str, int], float] = {}
-    for c in _found(run, model.name, task.name):
+    for c in _found(run, model.name, task.name, layers=True):
         a = arms[c.arm]
         if a.layers is not None and len(a.layers) == 1 and c.kld is not None:
             cells[(a.label, int(next(iter(a.layers))))] = c.kld.mean
@@ -450,7 +452,7 @@ def layers(run: RunRecord, model: ModelRecord, task: TaskRecord) -> Figure | Non
     rows = [[f, *(nats(cells.get((f, i))) for i in rows_of)] for f in formats]
     head = ["state", *(f"layer {i}" for i in rows_of)]
     note = "Mean KLD, nats a token, with this layer alone in the format and the others in fp32. "
-    note += "The darker, the larger, on a logarithmic scale."
+    note += "The stronger the colour, the larger, on a logarithmic scale."
     height = 0.6 + 0.32 * len(formats)
     return Figure(title, note, _draw(paint, 5.4, height, title, note), head, rows)
 

@@ -149,3 +149,28 @@ def test_recipes_are_named_and_missing_evidence_is_said(run):
     changed.arms[2].recipe = "qwen3.5"
     assert any("no committed evidence on tiny-gdn" in n for n in report.notes(changed))
     assert not any("no committed evidence" in n for n in report.notes(run))
+
+
+def test_single_layers_become_a_heat_map_and_nothing_else(run):
+    changed = run.model_copy(deep=True)
+    formats = ("P8+4 SR rot", "e4m3 SR + nvfp4")
+    names = {a.label: a.name for a in changed.arms}
+    wanted = {}
+    for layer in (1, 3):
+        for label in formats:
+            arm = next(a for a in run.arms if a.label == label)
+            name = f"layer{layer}_{arm.name}"
+            changed.arms.append(
+                arm.model_copy(update={"name": name, "layers": {str(layer): arm.config}})
+            )
+            old = next(c for c in run.comparisons if (c.task, c.arm) == ("text", names[label]))
+            new = old.model_copy(deep=True, update={"arm": name})
+            new.kld.mean = wanted[(label, layer)] = layer * 10.0 ** -len(label)
+            changed.comparisons.append(new)
+    before = {f.title for f in plots.figures(run, run.models[0])}
+    found = {f.title: f for f in plots.figures(changed, run.models[0])}
+    title = "Divergence by layer and format: tiny-gdn, text"
+    assert set(found) == before | {title}
+    assert found[title].head == ["state", "layer 1", "layer 3"]
+    for row in found[title].rows:
+        assert row[1:] == [report.nats(wanted[(row[0], layer)]) for layer in (1, 3)]
