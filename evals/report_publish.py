@@ -42,7 +42,7 @@ python -m replayssm_quant.evals.report_publish
 `python -m replayssm_quant.report evals/results --out out` turns the same files into an HTML page
 with every figure. KLD is KL(fp32 || it) in nats at the scored tokens; `fp32 again` is the noise
 floor, fp32 summed in another order. Changes are in points against fp32, with paired 95 % intervals
-over documents.
+over documents. A dash: not measured.
 """
 
 
