@@ -2,6 +2,7 @@
 #
 #   make eval ARGS="--update-dtype fp8 --seeds 5"    flags for the runner
 #   make test ARGS="-m 'not slow' tests/formats"     flags for pytest
+#   make gates                                       accuracy regression alone
 #   make test VENV=/elsewhere PYTHON=python3.12      another environment, another interpreter
 
 VENV ?= .venv
@@ -13,7 +14,7 @@ SUPPORTED = import ensurepip, sys; sys.exit(sys.version_info[:2] not in ((3, 11)
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c "$(SUPPORTED)" 2>/dev/null && { echo $$p; break; }; done)
 
-.PHONY: eval test lint clean
+.PHONY: eval test gates lint clean
 .DELETE_ON_ERROR:
 
 eval: $(VENV)/.installed
@@ -21,6 +22,10 @@ eval: $(VENV)/.installed
 
 test: lint
 	$(VENV)/bin/python -m pytest -n 2 $(ARGS)
+	$(if $(ARGS),,$(VENV)/bin/python -m replayssm_quant.gates check --quiet)
+
+gates: $(VENV)/.installed
+	$(VENV)/bin/python -m replayssm_quant.gates check
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
