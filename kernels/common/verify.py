@@ -199,7 +199,7 @@ def sees(entry, base, count, ancestors_ptr, TREE: tl.constexpr):
 
 
 @triton.jit
-def seen_dot(inputs, now, weight, seen):
+def seen_dot(inputs, now, weight, base, count, ancestors_ptr, TREE: tl.constexpr):
     """sum over entries of inputs [M, LP] times weight [LP, TOKENS]; of what is unseen, nothing.
 
     now [M, TOKENS]: the inputs of the step's tokens once more. A draft may be Inf or NaN: that must
@@ -208,6 +208,7 @@ def seen_dot(inputs, now, weight, seen):
     """
     fresh = now.to(tl.float32)
     if tl.max(tl.max(((fresh - fresh) != 0).to(tl.int32), 1), 0) != 0:
+        seen, _ = sees(tl.arange(0, weight.shape[0]), base, count, ancestors_ptr, TREE)
         wide = inputs.to(tl.float32)
         bad = (wide - wide) != 0
         y = window_dot(tl.where(bad, 0.0, inputs).to(inputs.dtype), weight)

@@ -185,13 +185,14 @@ def verify_kernel(
     head = i_b * HV + i_h
     w = w_ptr + head * (LP * TOKENS) + entry[:, None] * TOKENS + t[None, :]
     w = tl.load(w, mask=inside[:, None], other=0.0)
-    seen, _ = sees(entry, base, count, ancestors_ptr + i_b * width, TREE)
     read = copy_product(
         words, copy, copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD,
         copy_tile_ptr + slot * copy_tile_stride + i_h * TILES,
         c_ptr + head * (K * TOKENS), row, ok, K, KP, OUTPUT,
     )  # fmt: skip
-    out = read * tl.load(top_ptr + head * TOKENS + t)[None, :] + seen_dot(v, now, w, seen)
+    out = read * tl.load(top_ptr + head * TOKENS + t)[None, :] + seen_dot(
+        v, now, w, base, count, ancestors_ptr + i_b * width, TREE
+    )
     out = tl.where((t < count)[None, :], out, 0.0)
     tl.store(y, out.to(y_ptr.dtype.element_ty), mask=out_ok)
 

@@ -1,9 +1,9 @@
 """Mamba-2 verification of draft tokens on Triton. Reference: ``verify_reference.verify_step``.
 
 A step is the fold of committed inputs for the rows that are due (``flush``), then
-``verify_prepare_kernel`` (a program a row and group: B . C of all pairs, the queries for the copy,
-B into the ring) and ``verify_kernel`` (a program a row and head: the copy read once for all tokens,
-x and dt into the ring). Nothing waits for the device; every result depends on its row alone.
+``verify_prepare_kernel`` (a program a row and group: weights of the window, queries for the copy,
+dt and B into the ring) and ``verify_kernel`` (a program a row and head: the copy read once for all
+tokens, x into the ring). Nothing waits for the device; every result depends on its row alone.
 """
 
 from __future__ import annotations
@@ -41,14 +41,19 @@ from .verify_reference import check_verify
 
 @triton.jit
 def verify_prepare_kernel(
-    B_ptr, C_ptr, sign_ptr, ring_B_ptr,
-    slot_ptr, valid_ptr, flush_ptr, count_ptr,
-    dots_ptr, c_ptr, top_ptr,  # fp32 [b, G, LP, T], operand [b, G, N, T], fp32 [b, G, T]
-    B_stride, B_token, C_stride, C_token, ring_B_stride,
-    G: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, LP: tl.constexpr,
-    ROTATE: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr,
+    # inputs [b, T, ...]: a stride from row to row and one from token to token, the rest contiguous
+    dt_ptr, B_ptr, C_ptr, A_ptr, bias_ptr, sign_ptr, ring_dt_ptr, ring_B_ptr,
+    slot_ptr, valid_ptr, flush_ptr, count_ptr, ancestors_ptr,  # [b]; ancestors [b, T]
+    weight_ptr, factor_ptr, c_ptr,  # fp32 [b, H, LP, T], fp32 [b, H, T], operand [b, G, N, T]
+    dt_stride, dt_token, B_stride, B_token, C_stride, C_token, ring_dt_stride, ring_B_stride, width,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, LP: tl.constexpr,
+    HEADS: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROTATE: tl.constexpr, TREE: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """NATIVE: B and C are of one 16-bit type, whose products are exact in fp32."""
+    """What does not touch the state: weights of the window, factors and queries of the copy.
+
+    NATIVE: B and C are of one 16-bit type, whose products are exact in fp32. HEADS heads at a time.
+    """
     i_g, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slot_ptr + i_b).to(tl.int64)
     count = tl.load(count_ptr + i_b)
@@ -77,31 +82,67 @@ def verify_prepare_kernel(
         dots = tl.dot(B, tl.trans(C))
     else:
         dots = tl.dot(B.to(tl.float32), tl.trans(C.to(tl.float32)), input_precision="tf32x3")
-    row = i_b * G + i_g
-    tl.store(dots_ptr + row * (LP * TOKENS) + entry[:, None] * TOKENS + t[None, :], dots)
     C = C.to(tl.float32)
     if ROTATE:
         C = rotate_rows(C, sign_ptr, TOKENS, N, NP)
-    top = store_vectors(c_ptr + row * (N * TOKENS), C, True, KIND, N, NP)
-    tl.store(top_ptr + row * TOKENS + t, top)
+    top = store_vectors(c_ptr + (i_b * G + i_g) * (N * TOKENS), C, True, KIND, N, NP)
+
+    seen, paths = sees(entry, base, count, ancestors_ptr + i_b * width, TREE)
+    PER: tl.constexpr = H // G
+    for first in range(0, PER, HEADS):
+        head = i_g * PER + first + tl.arange(0, HEADS)[:, None]
+        rate = tl.load(A_ptr + head).to(tl.float32)
+        dt_in = dt_ptr + i_b * dt_stride + head
+        fresh = tl.load(dt_in + t[None, :] * dt_token, mask=(t < count)[None, :], other=0.0)
+        again = tl.load(dt_in + new[None, :] * dt_token, mask=own[None, :], other=0.0)
+        fresh, again = fresh.to(tl.float32), again.to(tl.float32)
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + head).to(tl.float32)
+            fresh += bias
+            again += bias
+        if SOFTPLUS:
+            fresh = softplus(fresh)
+            again = softplus(again)
+        ring_dt = ring_dt_ptr + slot * ring_dt_stride + head
+        dt = tl.load(ring_dt + entry[None, :] * H, mask=(entry < base)[None, :], other=0.0)
+        dt = tl.where(own[None, :], again, dt)
+        tl.store(ring_dt + (base + t)[None, :] * H, fresh, mask=(t < count)[None, :])
+        # log decays in fp64: differences of long sums lose nothing
+        fresh = tl.where((t < count)[None, :], fresh * rate, 0.0).to(tl.float64)
+        decay = (dt * rate).to(tl.float64)
+        total = tl.sum(tl.where((entry < base)[None, :], decay, 0.0), 1, keep_dims=True)
+        if TREE:
+            path = total + tl.sum(tl.where(paths[None, :, :], fresh[:, :, None], 0.0), 1)
+            mine = (new[:, None] == t[None, :])[None, :, :]
+            of_own = tl.sum(tl.where(mine, path[:, None, :], 0.0), 2)
+            until = tl.cumsum(tl.where((entry < base)[None, :], decay, 0.0), 1)
+            until = tl.where(own[None, :], of_own, until)
+        else:  # up to and with each token, and each entry
+            path = total + tl.cumsum(fresh, 1)
+            until = tl.cumsum(decay, 1)
+        gap = tl.where(seen[None, :, :], path[:, None, :] - until[:, :, None], 0.0).to(tl.float32)
+        weight = tl.exp(gap) * dt[:, :, None] * dots[None, :, :]
+        at = (i_b * H + head) * LP + entry[None, :]
+        tl.store(
+            weight_ptr + at[:, :, None] * TOKENS + t[None, None, :],
+            tl.where(seen[None, :, :], weight, 0.0),
+        )
+        factor = tl.exp(path.to(tl.float32)) * top[None, :]
+        tl.store(factor_ptr + (i_b * H + head) * TOKENS + t[None, :], factor)
 
 
 @triton.jit
 def verify_kernel(
-    # inputs [b, T, ...]: a stride from row to row and one from token to token, the rest contiguous
-    x_ptr, dt_ptr, z_ptr, y_ptr,
-    A_ptr, D_ptr, bias_ptr,  # [H], [H] or [H, P], [H]
-    slot_ptr, valid_ptr, flush_ptr, count_ptr, ancestors_ptr,  # [b]; ancestors [b, T]
-    ring_x_ptr, ring_dt_ptr,
+    x_ptr, z_ptr, y_ptr, D_ptr,  # [b, T, H, P], strides as above; D [H] or [H, P]
+    slot_ptr, valid_ptr, flush_ptr, count_ptr, ancestors_ptr, ring_x_ptr,
     copy_ptr, copy_scale_ptr, copy_tile_ptr,
-    dots_ptr, c_ptr, top_ptr,  # see verify_prepare_kernel
-    x_stride, x_token, dt_stride, dt_token, z_stride, z_token, y_stride, y_token,
-    ring_x_stride, ring_dt_stride, copy_stride, copy_scale_stride, copy_tile_stride, width,
+    weight_ptr, factor_ptr, c_ptr,  # see verify_prepare_kernel
+    x_stride, x_token, z_stride, z_token, y_stride, y_token,
+    ring_x_stride, copy_stride, copy_scale_stride, copy_tile_stride, width,
     H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
     NP: tl.constexpr, LP: tl.constexpr, ROWS: tl.constexpr,
     COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
-    OUTPUT: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    D_ROWS: tl.constexpr, HAS_Z: tl.constexpr, TREE: tl.constexpr,
+    OUTPUT: tl.constexpr, D_ROWS: tl.constexpr, HAS_Z: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
     """One head of one row, in blocks of ROWS rows; D_ROWS: D is absent (0), [H] (1), [H, P] (2)."""
     i_h, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -119,40 +160,14 @@ def verify_kernel(
     copy = copy_ptr + slot * copy_stride + i_h * COPY_HEAD
     scale = copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD
     tile = copy_tile_ptr + slot * copy_tile_stride + i_h * TILES
-    words = copy_words(copy, row, row < R, N, OUTPUT)  # under way while the weights are made
-
+    words = copy_words(copy, row, row < R, N, OUTPUT)  # under way before all else
     entry = tl.arange(0, LP)
     new = entry - base
     own = (new >= 0) & (new < count)
-    seen, paths = sees(entry, base, count, ancestors_ptr + i_b * width, TREE)
-    rate = tl.load(A_ptr + i_h).to(tl.float32)
-    dt_in = dt_ptr + i_b * dt_stride + i_h
-    fresh = tl.load(dt_in + t * dt_token, mask=t < count, other=0.0).to(tl.float32)
-    again = tl.load(dt_in + new * dt_token, mask=own, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + i_h).to(tl.float32)
-        fresh += bias
-        again += bias
-    if SOFTPLUS:
-        fresh = softplus(fresh)
-        again = softplus(again)
-    ring_dt = ring_dt_ptr + slot * ring_dt_stride + i_h
-    dt = tl.load(ring_dt + entry * H, mask=entry < base, other=0.0)
-    dt = tl.where(own, again, dt)
-    tl.store(ring_dt + (base + t) * H, fresh, mask=t < count)
-    # log decays in fp64: differences of long sums lose nothing
-    past = tl.where(entry < base, (dt * rate).to(tl.float64), 0.0)
-    total = tl.sum(past, 0)
-    along = tl.where(paths, (fresh * rate).to(tl.float64)[:, None], 0.0)
-    path = total + tl.sum(along, 0)  # up to and with each token
-    of_own = tl.sum(tl.where(new[:, None] == t[None, :], path[None, :], 0.0), 1)
-    until = tl.where(own, of_own, tl.cumsum(past, 0))
-    gap = tl.where(seen, path[None, :] - until[:, None], 0.0).to(tl.float32)
-    group = i_b * G + i_h // (H // G)
-    dots = tl.load(dots_ptr + group * (LP * TOKENS) + entry[:, None] * TOKENS + t[None, :])
-    weight = tl.where(seen, tl.exp(gap) * dt[:, None] * dots, 0.0)
-    factor = tl.exp(path.to(tl.float32)) * tl.load(top_ptr + group * TOKENS + t)
-
+    of = i_b * H + i_h
+    weight = tl.load(weight_ptr + of * (LP * TOKENS) + entry[:, None] * TOKENS + t[None, :])
+    factor = tl.load(factor_ptr + of * TOKENS + t)
+    c = c_ptr + (i_b * G + i_h // (H // G)) * (N * TOKENS)
     for start in range(0, R, ROWS):
         at = start + row
         ok = at < R
@@ -160,9 +175,8 @@ def verify_kernel(
             words = copy_words(copy, at, ok, N, OUTPUT)
         ring_x = ring_x_ptr + slot * ring_x_stride + i_h * R + at[:, None]
         x_in = x_ptr + i_b * x_stride + i_h * R + at[:, None]
-        x = tl.load(
-            ring_x + entry[None, :] * (H * R), mask=ok[:, None] & (entry < base)[None, :], other=0.0
-        )
+        old_ok = ok[:, None] & (entry < base)[None, :]
+        x = tl.load(ring_x + entry[None, :] * (H * R), mask=old_ok, other=0.0)
         x_new = tl.load(
             x_in + new[None, :] * x_token, mask=ok[:, None] & own[None, :], other=0.0
         ).to(ring_x_ptr.dtype.element_ty)
@@ -171,10 +185,10 @@ def verify_kernel(
         now = tl.load(x_in + t[None, :] * x_token, mask=now_ok, other=0.0)
         now = now.to(ring_x_ptr.dtype.element_ty)
         tl.store(ring_x + (base + t)[None, :] * (H * R), now, mask=now_ok)
-        read = copy_product(
-            words, copy, scale, tile, c_ptr + group * (N * TOKENS), at, ok, N, NP, OUTPUT
+        read = copy_product(words, copy, scale, tile, c, at, ok, N, NP, OUTPUT)
+        out = read * factor[None, :] + seen_dot(
+            x, now, weight, base, count, ancestors_ptr + i_b * width, TREE
         )
-        out = read * factor[None, :] + seen_dot(x, now, weight, seen)
         if D_ROWS == 1:
             out += tl.load(D_ptr + i_h).to(tl.float32) * now.to(tl.float32)
         elif D_ROWS == 2:
@@ -273,41 +287,41 @@ def verify_step(
     padded, lp = triton.next_power_of_2(n), max(16, triton.next_power_of_2(views.ring_x.shape[1]))
     planes, sizes = plane_arguments(views, config)
     kind = operand_of(sizes["OUTPUT"])
-    per_group = (batch, groups)
-    dots = torch.empty(*per_group, lp, TOKENS.value, device=device)
-    c = torch.empty(*per_group, n, TOKENS.value, dtype=operand_dtype(kind), device=device)
-    top = torch.empty(*per_group, TOKENS.value, device=device)
-    rows_of = {
+    queries = (batch, groups, n, TOKENS.value)
+    made = {
+        "weight_ptr": torch.empty(batch, heads, lp, TOKENS.value, device=device),
+        "factor_ptr": torch.empty(batch, heads, TOKENS.value, device=device),
+        "c_ptr": torch.empty(*queries, dtype=operand_dtype(kind), device=device),
+    }
+    common = {
         "slot_ptr": rows.slots, "valid_ptr": rows.valid, "flush_ptr": rows.flush,
         "count_ptr": rows.count,
+        "ancestors_ptr": rows.count if rows.ancestors is None else rows.ancestors,
+        "width": width, "H": heads, "G": groups, "N": n, "NP": max(16, padded), "LP": lp,
+        "TREE": rows.ancestors is not None, **made,
     }  # fmt: skip
-    made = {"dots_ptr": dots, "c_ptr": c, "top_ptr": top}
     verify_prepare_kernel[(groups, batch)](
-        B, C, rotation_signs(n, device) if config.rotate else top, views.ring_B, **rows_of, **made,
-        B_stride=B.stride(0), B_token=B.stride(1), C_stride=C.stride(0), C_token=C.stride(1),
-        ring_B_stride=views.ring_B.stride(0),
-        G=groups, N=n, NP=max(16, padded), LP=lp, ROTATE=config.rotate, KIND=kind,
+        dt, B, C, A, A if dt_bias is None else dt_bias,
+        rotation_signs(n, device) if config.rotate else A, views.ring_dt, views.ring_B,
+        dt_stride=dt.stride(0), dt_token=dt.stride(1), B_stride=B.stride(0), B_token=B.stride(1),
+        C_stride=C.stride(0), C_token=C.stride(1),
+        ring_dt_stride=views.ring_dt.stride(0), ring_B_stride=views.ring_B.stride(0),
+        HEADS=2 if heads // groups % 2 == 0 else 1,
+        SOFTPLUS=dt_softplus, HAS_BIAS=dt_bias is not None, ROTATE=config.rotate, KIND=kind,
         NATIVE=PTX.value and C.dtype == views.ring_B.dtype and C.dtype.itemsize == 2,
-        num_warps=1,
+        num_warps=1, num_stages=1, **common,
     )  # fmt: skip
     chosen = launch or LAUNCH
     block = max(16, min(chosen.rows, triton.next_power_of_2(p)))
     names = ("copy", "copy_scale", "copy_tile")
     copy = {name + end: planes[name + end] for name in names for end in ("_ptr", "_stride")}
     verify_kernel[(heads, batch)](
-        x, dt, x if z is None else z, y, A, A if D is None else D,
-        A if dt_bias is None else dt_bias,
-        **rows_of, **made, **copy,
-        ancestors_ptr=rows.count if rows.ancestors is None else rows.ancestors,
-        ring_x_ptr=views.ring_x, ring_dt_ptr=views.ring_dt,
-        x_stride=x.stride(0), x_token=x.stride(1), dt_stride=dt.stride(0), dt_token=dt.stride(1),
+        x, x if z is None else z, y, A if D is None else D,
+        ring_x_ptr=views.ring_x, x_stride=x.stride(0), x_token=x.stride(1),
         z_stride=0 if z is None else z.stride(0), z_token=0 if z is None else z.stride(1),
-        y_stride=y.stride(0), y_token=y.stride(1),
-        ring_x_stride=views.ring_x.stride(0), ring_dt_stride=views.ring_dt.stride(0), width=width,
-        H=heads, G=groups, R=p, N=n, NP=max(16, padded), LP=lp, ROWS=block,
+        y_stride=y.stride(0), y_token=y.stride(1), ring_x_stride=views.ring_x.stride(0),
+        R=p, ROWS=block, D_ROWS=0 if D is None else D.ndim, HAS_Z=z is not None,
+        num_warps=chosen.warps, num_stages=1, **common, **copy,
         **{s: sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES", "OUTPUT")},
-        SOFTPLUS=dt_softplus, HAS_BIAS=dt_bias is not None, D_ROWS=0 if D is None else D.ndim,
-        HAS_Z=z is not None, TREE=rows.ancestors is not None,
-        num_warps=chosen.warps, num_stages=1,
     )  # fmt: skip
     return y
