@@ -8,6 +8,8 @@ that came before.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
@@ -48,3 +50,31 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache(maxsize=32)
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
+
+
+@contextlib.contextmanager
+def beside(device: torch.device, apart: bool) -> Iterator[None]:
+    """Launches within run beside those that follow, until ``rejoin``; not if ``apart``."""
+    if apart or device.type != "cuda":
+        yield
+        return
+    side = _side_stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        yield
+
+
+def rejoin(device: torch.device, apart: bool) -> None:
+    """Wait for what was launched ``beside``."""
+    if not apart and device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(_side_stream(device))
+
+
+def register_limit(most: int) -> dict[str, int]:
+    """Launch options of a kernel that may use so many registers a thread (255: any number)."""
+    return {} if torch.version.hip or most >= 255 else {"maxnreg": most}

@@ -267,7 +267,7 @@ def _sum_lanes(part, REP: tl.constexpr):
 
 @triton.jit
 def _by_lane(x, REP: tl.constexpr):
-    """[32, REP], lane by j, as [REP, 8, 4]."""
+    """[32, REP] or [1, 32, REP], lane by j, as [REP, 8, 4]."""
     return tl.permute(tl.reshape(x, [8, 4, REP]), (2, 0, 1))
 
 
@@ -310,7 +310,10 @@ def fetch_block(
     for t in tl.static_range(LP // 4):
         token = t * 4 + lane % 4
         x = ring + token[:, None] * STEP + own
-        window = window + (tl.load(x, mask=(token < valid)[:, None] & (own < limit), other=0.0),)
+        mask = (token < valid)[:, None] & (own < limit)
+        # of another shape than the scales, which Triton would load alike
+        x = tl.load(tl.expand_dims(x, 0), mask=tl.expand_dims(mask, 0), other=0.0)
+        window = window + (x,)
     return codes, scales, window
 
 
@@ -345,9 +348,9 @@ def block_dot(
     ASM: tl.constexpr = _matrix_asm(ELEM)
     FOUR: tl.constexpr = ELEM == "e2m1" or ELEM == "int4"
     COUNT: tl.constexpr = 18 if FOUR else (16 if ELEM == "e4m3" else 8)
-    pushed = window[0].to(tl.float32) * weights[0][:, None]
+    pushed = window[0].to(tl.float32) * weights[0][None, :, None]
     for t in tl.static_range(LP // 4 - 1):
-        pushed += window[t + 1].to(tl.float32) * weights[t + 1][:, None]
+        pushed += window[t + 1].to(tl.float32) * weights[t + 1][None, :, None]
     args = ()
     for h in tl.static_range(1 if FOUR else 2):
         even, odd = tl.split(tl.reshape(codes[h], [REP, 8, 4, 2, 2]))

@@ -21,7 +21,7 @@ def read_unit(
     copy_ptr, copy_scale_ptr, copy_tile_ptr,
     ring_v_stride, y_stride, copy_stride, copy_scale_stride, copy_tile_stride,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr, LP: tl.constexpr,
-    WP: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    WP: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, AHEAD: tl.constexpr,
     COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
     OUTPUT: tl.constexpr, MATRIX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +69,12 @@ def read_unit(
             row = base + tl.arange(0, ROWS)
             row_ok = row < V
             if MATRIX:
-                if k > 0:
+                if AHEAD and k + 1 < BLOCKS:  # the next block is on its way meanwhile
+                    codes_next, scales_next, past_next = fetch_block(
+                        code, scale, tile, ring, base + ROWS, V, valid,
+                        V, TILES, HV * V, LP, ROWS, OUTPUT,
+                    )  # fmt: skip
+                if k > 0 and not AHEAD:
                     codes, scales, past = fetch_block(
                         code, scale, tile, ring, base, V, valid, V, TILES, HV * V, LP, ROWS, OUTPUT
                     )
@@ -85,6 +90,8 @@ def read_unit(
             v = tl.load(ring + valid * (HV * V) + row, mask=row_ok, other=0.0)
             out += weight_now * v.to(tl.float32)
             tl.store(y + row, out.to(y_ptr.dtype.element_ty), mask=row_ok)
+            if AHEAD and k + 1 < BLOCKS:
+                codes, scales, past = codes_next, scales_next, past_next
     else:
         if EARLY:
             wait_for_previous()
@@ -97,7 +104,7 @@ def readout_kernel(
     copy_ptr, copy_scale_ptr, copy_tile_ptr,
     ring_v_stride, y_stride, copy_stride, copy_scale_stride, copy_tile_stride,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr, LP: tl.constexpr,
-    WP: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    WP: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, AHEAD: tl.constexpr,
     COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
     OUTPUT: tl.constexpr, MATRIX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -106,6 +113,7 @@ def readout_kernel(
         tl.program_id(0),
         c_ptr, top_ptr, w_ptr, ring_v_ptr, slot_ptr, valid_ptr, flush_ptr, y_ptr, copy_ptr,
         copy_scale_ptr, copy_tile_ptr, ring_v_stride, y_stride, copy_stride, copy_scale_stride,
-        copy_tile_stride, HV, K, V, L, LP, WP, ROWS, BLOCKS, COPY_HEAD, COPY_SCALE_HEAD, TILES,
+        copy_tile_stride, HV, K, V, L, LP, WP, ROWS, BLOCKS, AHEAD, COPY_HEAD, COPY_SCALE_HEAD,
+        TILES,
         OUTPUT, MATRIX, EARLY,
     )  # fmt: skip

@@ -24,7 +24,8 @@ def step_kernel(
     ring_beta_stride, code_stride, low_stride, scale_stride, tile_stride, layer, head_offset,
     tiles_first,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr, LP: tl.constexpr,
-    WP: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, COPY_HEAD: tl.constexpr,
+    WP: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, AHEAD: tl.constexpr,
+    COPY_HEAD: tl.constexpr,
     COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr, OUTPUT: tl.constexpr, MATRIX: tl.constexpr,
     EARLY: tl.constexpr, HK: tl.constexpr, PER: tl.constexpr, GW: tl.constexpr,
     CODE_HEAD: tl.constexpr, LOW_HEAD: tl.constexpr, SCALE_HEAD: tl.constexpr,
@@ -52,6 +53,7 @@ def step_kernel(
             program - tiles_first,
             c_ptr, top_ptr, w_ptr, ring_v_ptr, slot_ptr, valid_ptr, flush_ptr, y_ptr, copy_ptr,
             copy_scale_ptr, copy_tile_ptr, ring_v_stride, y_stride, copy_stride, copy_scale_stride,
-            copy_tile_stride, HV, K, V, L, LP, WP, ROWS, BLOCKS, COPY_HEAD, COPY_SCALE_HEAD, TILES,
+            copy_tile_stride, HV, K, V, L, LP, WP, ROWS, BLOCKS, AHEAD, COPY_HEAD,
+            COPY_SCALE_HEAD, TILES,
             OUTPUT, MATRIX, EARLY,
         )  # fmt: skip

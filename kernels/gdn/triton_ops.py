@@ -18,7 +18,14 @@ from ...config import StateConfig
 from ...formats.rotation import block_of, signs, unrotate
 from ...state.cache import StepRows
 from ...state.layout import StateViews
-from ..common.launch import early, multiprocessors, starts_early
+from ..common.launch import (
+    beside,
+    early,
+    multiprocessors,
+    register_limit,
+    rejoin,
+    starts_early,
+)
 from ..common.matrix import matrix_path
 from ..common.planes import PTX
 from ..common.store import check_state_size, launch_warps, plane_arguments, rounding_sizes
@@ -31,27 +38,33 @@ from .step import step_kernel
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """rows of a readout block, blocks a program, its warps (one where matrix units are used);
-    registers of a flush program (at most).
+    """How a step is launched.
 
-    together: programs that flush for each multiprocessor, in one launch with those that read (0: a
-    launch of its own). dot_from: windows of at least this length fold by matrix products, shorter
-    ones token by token.
+    rows: of a readout block; blocks: of a program; ahead: 1 to load the next block while one is
+    worked on; warps: of a readout program without matrix units; registers: of a readout program, at
+    most.
+
+    flush: programs that flush for each multiprocessor; overlap: 0 flushes after the reads, 1 in one
+    launch with them, 2 on a stream beside them; flush_registers: of a flush program, at most;
+    dot_from: windows of at least this length fold by matrix products, shorter ones token by token.
     """
 
     rows: int
-    blocks: int
-    warps: int
-    together: int = 0
+    blocks: int = 1
+    ahead: int = 0
+    warps: int = 1
+    registers: int = 255
+    flush: int = 16
+    overlap: int = 0
     flush_registers: int = 168
     dot_from: int = 5
 
 
 LAUNCH: dict[int, tuple[tuple[int, LaunchConfig], ...]] = {
-    4: ((1, LaunchConfig(64, 1, 1)),),
-    8: ((1, LaunchConfig(64, 1, 2)),),
-    16: ((1, LaunchConfig(64, 1, 4)),),
-    32: ((1, LaunchConfig(64, 1, 4)),),
+    4: ((1, LaunchConfig(64)), (32, LaunchConfig(32, 4, ahead=1))),
+    8: ((1, LaunchConfig(64, warps=2)),),
+    16: ((1, LaunchConfig(64, warps=4)),),
+    32: ((1, LaunchConfig(64, warps=4)),),
 }
 """Bits of the readout's codes -> (smallest batch, launch configuration), ascending.
 
@@ -65,9 +78,6 @@ def launch_for(config: StateConfig, batch: int) -> LaunchConfig:
     return [c for least, c in LAUNCH[config.readout.bits] if least <= max(batch, 1)][-1]
 
 
-FLUSH_PROGRAMS_PER_SM = 16
-"""Flush programs share the tiles of all flushing rows, so that none is started for nothing."""
-
 _RING = ("ring_k", "ring_v", "ring_g", "ring_beta", "ring_rk")
 
 
@@ -75,13 +85,6 @@ _RING = ("ring_k", "ring_v", "ring_g", "ring_beta", "ring_rk")
 def _rotation_signs(n: int, device: torch.device) -> torch.Tensor:
     """The signs of the rotation with its 1 / sqrt(block), fp32 [n]."""
     return (signs(n) * block_of(n) ** -0.5).to(device)
-
-
-@lru_cache(maxsize=32)
-def _flush_programs(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4
-    return FLUSH_PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _ring_arguments(views: StateViews, names: tuple[str, ...] = _RING) -> dict:
@@ -246,35 +249,48 @@ def _run(
     folding |= {f"{name}_ptr": value for name, value in system.items() if name != "low"}
     folding["low_key_ptr"] = system["low"]
     tiles = batch * hv * plane_sizes["TILES"]
-    registers = {} if torch.version.hip else {"maxnreg": launch.flush_registers}
-    if length > 1 and readout:
-        units = batch * hv * triton.cdiv(width, launch.rows * launch.blocks)
-        reading = {
-            "c_ptr": c, "top_ptr": top, "w_ptr": weights, "flush_ptr": rows.flush,
-            "LP": max(4, triton.next_power_of_2(length)), "ROWS": launch.rows,
-            "BLOCKS": launch.blocks, "MATRIX": matrix, "EARLY": start,
-        }  # fmt: skip
-        if launch.together:
-            first = min(tiles, launch.together * multiprocessors(device))
-            step_kernel[(first + units,)](
-                tiles_first=first, FLUSH_LP=window, num_warps=launch_warps(n), num_stages=1,
-                **reading, **folding, **common, **planes, **plane_sizes, **registers,
-                **early(start),
-            )  # fmt: skip
-            return
-        names = ("copy", "copy_scale", "copy_tile")
-        copy = {name + end: planes[name + end] for name in names for end in ("_ptr", "_stride")}
-        given = {k: t for k, t in common.items() if not k.startswith(("ring_g", "ring_beta", "HK"))}
-        readout_kernel[(units,)](
-            num_warps=1 if matrix else launch.warps, **reading, **given, **copy, **early(start),
-            **{s: plane_sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES", "OUTPUT")},
+    programs = min(tiles, launch.flush * multiprocessors(device))
+
+    def fold_rows() -> None:
+        flush_kernel[(programs,)](
+            LP=window, num_warps=launch_warps(n), num_stages=1, **folding, **common, **planes,
+            **plane_sizes, **register_limit(launch.flush_registers),
         )  # fmt: skip
-    elif readout:
-        out.zero_()  # padding rows, which no program visits
-    flush_kernel[(min(tiles, _flush_programs(device)),)](
-        LP=window, num_warps=launch_warps(n), num_stages=1, **registers, **folding, **common,
-        **planes, **plane_sizes,
+
+    if length == 1 or not readout:
+        if readout:
+            out.zero_()  # padding rows, which no program visits
+        fold_rows()
+        return
+    units = batch * hv * triton.cdiv(width, launch.rows * launch.blocks)
+    reading = {
+        "c_ptr": c, "top_ptr": top, "w_ptr": weights, "flush_ptr": rows.flush,
+        "LP": max(4, triton.next_power_of_2(length)), "ROWS": launch.rows,
+        "BLOCKS": launch.blocks, "MATRIX": matrix, "EARLY": start,
+        "AHEAD": bool(launch.ahead) and matrix,
+    }  # fmt: skip
+    if launch.overlap == 1:
+        step_kernel[(programs + units,)](
+            tiles_first=programs, FLUSH_LP=window, num_warps=launch_warps(n), num_stages=1,
+            **reading, **folding, **common, **planes, **plane_sizes, **early(start),
+            **register_limit(launch.registers),
+        )  # fmt: skip
+        return
+    apart = launch.overlap != 2
+    if not apart:
+        with beside(device, apart):
+            fold_rows()
+    names = ("copy", "copy_scale", "copy_tile")
+    copy = {name + end: planes[name + end] for name in names for end in ("_ptr", "_stride")}
+    given = {k: t for k, t in common.items() if not k.startswith(("ring_g", "ring_beta", "HK"))}
+    readout_kernel[(units,)](
+        num_warps=1 if matrix else launch.warps, **reading, **given, **copy, **early(start),
+        **{s: plane_sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES", "OUTPUT")},
+        **register_limit(launch.registers),
     )  # fmt: skip
+    if apart:
+        fold_rows()
+    rejoin(device, apart)
 
 
 _PLANES = ("ckpt", "ckpt_low", "ckpt_scale", "ckpt_tile_scale")

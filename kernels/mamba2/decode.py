@@ -1,8 +1,9 @@
-"""Mamba-2 decode over a split state: rows that do not flush. Reference: ``reference.decode_step``.
+"""Mamba-2 decode over a split state: the rows that do not flush. Reference:
+``reference.decode_step``.
 
-A program owns some heads of one group of one sequence. It first forms, once for all of them, the
-decays and the weights of the window, in a small scratch that only it reads back, then streams the
-output copy through ``common.readout``. Rows that flush are ``flush.flush_kernel``'s.
+A program streams the output copy of some heads of one group of one sequence. What it needs besides,
+``prepare`` has left: c, the decays and the weights of the window. It asks for its first codes and
+for the window's x before it waits for that launch.
 """
 
 from __future__ import annotations
@@ -10,151 +11,293 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.activation import softplus
-from ..common.hadamard import rotate_vector
-from ..common.readout import copy_dot, load_vector
+from ..common.launch import wait_for_previous
+from ..common.matrix import block_dot, fetch_block, load_operand, load_weights
+from ..common.readout import copy_dot, load_stored
 
 
 @triton.jit
-def window_weights(
-    dt_ptr, A_ptr, bias_ptr, ring_dt, weights, valid, token,
-    H: tl.constexpr, LP: tl.constexpr, HEADS: tl.constexpr, HEADS_P: tl.constexpr,
-    SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr,
+def _ask(
+    weights, x, at, limit, valid, R: tl.constexpr, LP: tl.constexpr, ROWS: tl.constexpr,
+    MATRIX: tl.constexpr,
 ):  # fmt: skip
-    """exp(a - a_j) dt_j of the window [HEADS_P, LP], and this token's dt [HEADS_P].
+    """(weights by lane, decay, this token's weight, x) of the block from row ``at`` on.
 
-    Pointers are at the program's first head. exp(a), the decay of the whole window, goes to
-    ``weights`` [HEADS, LP + 1], last column.
+    Rows count through the heads from the one the pointers are at, and end at ``limit``. With matrix
+    units the decay is one number or one a lane, else one a row, and the weights are left out.
     """
-    head = tl.arange(0, HEADS_P)
-    head_ok = head < HEADS
-    dt_now = tl.load(dt_ptr + head, mask=head_ok, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        dt_now += tl.load(bias_ptr + head, mask=head_ok, other=0.0).to(tl.float32)
-    if SOFTPLUS:
-        dt_now = softplus(dt_now)
-    old = (token < valid)[None, :] & head_ok[:, None]
-    dt = tl.load(ring_dt + token[None, :] * H + head[:, None], mask=old, other=0.0)
-    dt = tl.where((token == valid)[None, :] & head_ok[:, None], dt_now[:, None], dt)
-    decay = dt * tl.load(A_ptr + head, mask=head_ok, other=0.0).to(tl.float32)[:, None]
-    later = (token[:, None] < token[None, :]).to(tl.float32)  # sums from the newest token back
-    after = tl.sum(decay[:, None, :] * later[None, :, :], 2)
-    tl.store(weights + head * (LP + 1) + LP, tl.exp(tl.sum(decay, 1)), mask=head_ok)
-    return tl.exp(after) * dt, dt_now
+    row = at + tl.arange(0, ROWS)
+    inside = row < limit
+    now = weights + row // R * (LP + 2)
+    w = ()
+    if MATRIX:
+        if R % ROWS == 0:  # the block lies in one head
+            now = weights + at // R * (LP + 2)
+            w = load_weights(now, valid, LP)
+            decay = tl.load(now + LP)
+        else:
+            own = tl.minimum(at + tl.arange(0, 32) // 4 * (ROWS // 8), limit - 1) // R
+            own = weights + own * (LP + 2)
+            w = load_weights(own, valid, LP)
+            decay = tl.load(own + LP)
+    else:
+        decay = tl.load(now + LP, mask=inside, other=0.0)
+    if MATRIX and R % ROWS == 0:
+        weight_now = tl.load(now + LP + 1)
+    else:
+        weight_now = tl.load(now + LP + 1, mask=inside, other=0.0)
+    return w, decay, weight_now, tl.load(x + row, mask=inside, other=0.0)
 
 
 @triton.jit
-def store_weights(
-    weights, weight, valid, token, LP: tl.constexpr, HEADS: tl.constexpr, HEADS_P: tl.constexpr
-):
-    """Weights [HEADS_P, LP] of the valid tokens and this one into the scratch."""
-    head = tl.arange(0, HEADS_P)
-    at = weights + head[:, None] * (LP + 1) + token[None, :]
-    tl.store(at, weight, mask=(head < HEADS)[:, None] & (token <= valid)[None, :])
+def read_unit(
+    unit,
+    # inputs, [b, ...] with a row stride each, contiguous within a row
+    x_ptr, z_ptr, y_ptr, D_ptr,  # D [H, P]
+    slot_ptr, valid_ptr, flush_ptr,  # [b]
+    ring_x_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
+    weight_ptr, c_ptr, top_ptr,  # see prepare_kernel
+    x_stride, z_stride, y_stride, ring_x_stride,
+    copy_stride, copy_scale_stride, copy_tile_stride,
+    H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
+    WP: tl.constexpr, LP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
+    OUTPUT: tl.constexpr, MATRIX: tl.constexpr, D_ROWS: tl.constexpr, HAS_Z: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """A unit (HEADS heads, group, row): if the row does not flush, y from the output copy and the
+    window, and x joins the ring.
+
+    ROWS rows at a time, counted through the heads; AHEAD (matrix units only): those of the next
+    block are loaded while one is worked on. D_ROWS: D is absent, or with the weights (0, 1),
+    or [H, P] (2). EARLY: the launch before may still be running.
+    """
+    PARTS: tl.constexpr = H // G // HEADS
+    i_p, i_g, i_b = unit % PARTS, unit // PARTS % G, (unit // (PARTS * G)).to(tl.int64)
+    slot = tl.load(slot_ptr + i_b).to(tl.int64)
+    flush = tl.load(flush_ptr + i_b).to(tl.int32)
+    valid = tl.load(valid_ptr + i_b)
+    first = i_g * (H // G) + i_p * HEADS  # the program's first head
+    LIMIT: tl.constexpr = HEADS * R
+    BLOCKS: tl.constexpr = (LIMIT + ROWS - 1) // ROWS
+    if slot < 0:
+        for k in range(BLOCKS):
+            row = k * ROWS + tl.arange(0, ROWS)
+            zero = tl.zeros([ROWS], y_ptr.dtype.element_ty)
+            tl.store(y_ptr + i_b * y_stride + first * R + row, zero, mask=row < LIMIT)
+    reads = (slot >= 0) & (flush == 0)
+    if reads:
+        code = copy_ptr + slot * copy_stride + first * COPY_HEAD
+        scale = copy_scale_ptr + slot * copy_scale_stride + first * COPY_SCALE_HEAD
+        tile = copy_tile_ptr + slot * copy_tile_stride + first * TILES
+        ring_x = ring_x_ptr + slot * ring_x_stride + first * R
+        weights = weight_ptr + (i_b * H + first) * (LP + 2)
+        inputs = i_b * x_stride + first * R
+        if MATRIX:
+            codes, scales, past = fetch_block(
+                code, scale, tile, ring_x, 0, LIMIT, valid, R, TILES, H * R, LP, ROWS, OUTPUT
+            )
+        if EARLY:
+            wait_for_previous()
+        c = c_ptr + (i_b * G + i_g) * N
+        if MATRIX:
+            c = load_operand(c, OUTPUT)
+        else:
+            c = load_stored(c, N, WP, OUTPUT)
+        top = tl.load(top_ptr + i_b * G + i_g)
+        token = tl.arange(0, LP)
+        row = tl.arange(0, ROWS)
+        w, decay, weight_now, x = _ask(
+            weights, x_ptr + inputs, 0, LIMIT, valid, R, LP, ROWS, MATRIX
+        )
+        for k in tl.static_range(BLOCKS):
+            row = k * ROWS + tl.arange(0, ROWS)
+            row_ok = row < LIMIT
+            if k > 0 and not AHEAD:
+                if MATRIX:
+                    codes, scales, past = fetch_block(
+                        code, scale, tile, ring_x, k * ROWS, LIMIT, valid,
+                        R, TILES, H * R, LP, ROWS, OUTPUT,
+                    )  # fmt: skip
+                w, decay, weight_now, x = _ask(
+                    weights, x_ptr + inputs, k * ROWS, LIMIT, valid, R, LP, ROWS, MATRIX
+                )
+            if AHEAD and k + 1 < BLOCKS:  # the next block is on its way meanwhile
+                codes_next, scales_next, past_next = fetch_block(
+                    code, scale, tile, ring_x, (k + 1) * ROWS, LIMIT, valid,
+                    R, TILES, H * R, LP, ROWS, OUTPUT,
+                )  # fmt: skip
+                w_next, decay_next, weight_next, x_next = _ask(
+                    weights, x_ptr + inputs, (k + 1) * ROWS, LIMIT, valid, R, LP, ROWS, MATRIX
+                )
+            x = x.to(ring_x_ptr.dtype.element_ty)
+            if MATRIX:
+                y = block_dot(codes, scales, past, c, w, decay * top, LP, ROWS, OUTPUT)
+            else:
+                y = copy_dot(code, scale, tile, c, top, row, row_ok, R, N, WP, TILES, OUTPUT)
+                inside = (token < valid)[:, None] & row_ok[None, :]
+                past = ring_x + token[:, None] * (H * R) + row[None, :]
+                past = tl.load(past, mask=inside, other=0.0).to(tl.float32)
+                mine = weights + (row // R) * (LP + 2)
+                w = tl.load(mine[None, :] + token[:, None], mask=inside, other=0.0)
+                y = y * decay + tl.sum(w * past, 0)
+            y += weight_now * x.to(tl.float32)
+            if D_ROWS == 2:
+                D = tl.load(D_ptr + first * R + row, mask=row_ok, other=0.0).to(tl.float32)
+                y += D * x.to(tl.float32)
+            if HAS_Z:
+                z = tl.load(z_ptr + i_b * z_stride + first * R + row, mask=row_ok, other=0.0)
+                z = z.to(tl.float32)
+                y *= z / (1.0 + tl.exp(-z))
+            tl.store(ring_x + valid * (H * R) + row, x, mask=row_ok)
+            out = y_ptr + i_b * y_stride + first * R + row
+            tl.store(out, y.to(y_ptr.dtype.element_ty), mask=row_ok)
+            if AHEAD and k + 1 < BLOCKS:
+                codes, scales, past = codes_next, scales_next, past_next
+                w, decay, weight_now, x = w_next, decay_next, weight_next, x_next
+    else:
+        if EARLY:
+            wait_for_previous()
 
 
 @triton.jit
 def readout_kernel(
     # inputs, [b, ...] with a row stride each, contiguous within a row
-    x_ptr, dt_ptr, B_ptr, C_ptr, z_ptr, y_ptr,
-    A_ptr, D_ptr, bias_ptr, sign_ptr,  # [H] fp32, [H] or [H, P], [H], [N] fp32
+    x_ptr, z_ptr, y_ptr, D_ptr,  # D [H, P]
     slot_ptr, valid_ptr, flush_ptr,  # [b]
-    ring_x_ptr, ring_dt_ptr, ring_B_ptr,
-    copy_ptr, copy_scale_ptr, copy_tile_ptr,
-    weight_ptr, vector_ptr,  # scratch [b, H, LP + 1], [b, G, parts, N] fp32
-    x_stride, dt_stride, B_stride, C_stride, z_stride, y_stride,
-    ring_x_stride, ring_dt_stride, ring_B_stride,
+    ring_x_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
+    weight_ptr, c_ptr, top_ptr,  # see prepare_kernel
+    x_stride, z_stride, y_stride, ring_x_stride,
     copy_stride, copy_scale_stride, copy_tile_stride,
     H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
-    NP: tl.constexpr, WP: tl.constexpr, LP: tl.constexpr,
-    HEADS: tl.constexpr, HEADS_P: tl.constexpr, ROWS: tl.constexpr,
+    WP: tl.constexpr, LP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    AHEAD: tl.constexpr,
     COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
-    OUTPUT: tl.constexpr, ROTATE: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    D_ROWS: tl.constexpr, HAS_Z: tl.constexpr,
+    OUTPUT: tl.constexpr, MATRIX: tl.constexpr, D_ROWS: tl.constexpr, HAS_Z: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Rows that do not flush: y from the output copy and the window; the token joins the ring.
-
-    HEADS heads a program (HEADS_P padded); D_ROWS: D is absent (0), [H] (1) or [H, P] (2).
-    """
-    i_p, i_g, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    slot = tl.load(slot_ptr + i_b).to(tl.int64)
-    first = i_g * (H // G) + i_p * HEADS  # the program's first head
-    if slot < 0:
-        for k in range(0, HEADS * R, ROWS):
-            row = k + tl.arange(0, ROWS)
-            zero = tl.zeros([ROWS], y_ptr.dtype.element_ty)
-            tl.store(y_ptr + i_b * y_stride + first * R + row, zero, mask=row < HEADS * R)
-        return
-    if tl.load(flush_ptr + i_b).to(tl.int32) != 0:
-        return
-    valid = tl.load(valid_ptr + i_b)
-    token, n = tl.arange(0, LP), tl.arange(0, NP)
-    old, now = token < valid, token == valid
-    weights = weight_ptr + (i_b * H + first) * (LP + 1)
-    ring_dt = ring_dt_ptr + slot * ring_dt_stride + first
-    weight, dt_now = window_weights(
-        dt_ptr + i_b * dt_stride + first, A_ptr + first, bias_ptr + first, ring_dt, weights,
-        valid, token, H, LP, HEADS, HEADS_P, SOFTPLUS, HAS_BIAS,
+    """Rows that do not flush, a unit a program; see ``read_unit``."""
+    read_unit(
+        tl.program_id(0),
+        x_ptr, z_ptr, y_ptr, D_ptr, slot_ptr, valid_ptr, flush_ptr, ring_x_ptr, copy_ptr,
+        copy_scale_ptr, copy_tile_ptr, weight_ptr, c_ptr, top_ptr, x_stride, z_stride, y_stride,
+        ring_x_stride, copy_stride, copy_scale_stride, copy_tile_stride, H, G, R, N, WP, LP, HEADS,
+        ROWS, AHEAD, COPY_HEAD, COPY_SCALE_HEAD, TILES, OUTPUT, MATRIX, D_ROWS, HAS_Z, EARLY,
     )  # fmt: skip
-    ring_B = ring_B_ptr + slot * ring_B_stride + i_g * N
-    B_now = tl.load(B_ptr + i_b * B_stride + i_g * N + n, mask=n < N, other=0.0)
-    B_now = B_now.to(ring_B_ptr.dtype.element_ty)
-    C = tl.load(C_ptr + i_b * C_stride + i_g * N + n, mask=n < N, other=0.0).to(tl.float32)
-    B = tl.load(
-        ring_B + token[:, None] * (G * N) + n[None, :],
-        mask=old[:, None] & (n < N)[None, :],
-        other=0.0,
-    )
-    B = tl.where(now[:, None], B_now[None, :], B).to(tl.float32)
-    weight = weight * tl.sum(B * C[None, :], 1)[None, :]
-    store_weights(weights, weight, valid, token, LP, HEADS, HEADS_P)
-    head = tl.arange(0, HEADS_P)
-    tl.store(ring_dt + valid * H + head, dt_now, mask=head < HEADS)
-    if i_p == 0:
-        tl.store(ring_B + valid * (G * N) + n, B_now, mask=n < N)
-    if ROTATE:
-        C = rotate_vector(C, sign_ptr, N, NP)
-    PARTS: tl.constexpr = H // G // HEADS
-    vector = vector_ptr + ((i_b * G + i_g) * PARTS + i_p) * N
-    tl.store(vector + n, C, mask=n < N)
-    top = tl.max(tl.abs(C), 0)
-    tl.debug_barrier()  # other threads of this program read the scratch back
-    c = load_vector(vector, 1.0 / tl.where(top > 0, top, 1.0), N, WP, OUTPUT)
-    inputs = i_b * x_stride + first * R
-    ring_x = ring_x_ptr + slot * ring_x_stride + first * R
-    for k in range(0, HEADS * R, ROWS):
-        row = k + tl.arange(0, ROWS)
-        row_ok = row < HEADS * R
-        y = copy_dot(
-            copy_ptr + slot * copy_stride + first * COPY_HEAD,
-            copy_scale_ptr + slot * copy_scale_stride + first * COPY_SCALE_HEAD,
-            copy_tile_ptr + slot * copy_tile_stride + first * TILES,
-            c, top, row, row_ok, R, N, WP, TILES, OUTPUT,
+
+
+@triton.jit
+def read_run(
+    mine, programs,
+    x_ptr, z_ptr, y_ptr, D_ptr,
+    slot_ptr, valid_ptr, flush_ptr,
+    ring_x_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
+    weight_ptr, c_ptr, top_ptr,
+    x_stride, z_stride, y_stride, ring_x_stride,
+    copy_stride, copy_scale_stride, copy_tile_stride, batch,
+    H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, LP: tl.constexpr,
+    ROWS: tl.constexpr, COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr,
+    TILES: tl.constexpr, OUTPUT: tl.constexpr, D_ROWS: tl.constexpr, HAS_Z: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """What ``read_unit`` does, for the share of program ``mine`` of all blocks of ROWS rows.
+
+    While one block is worked on, everything of the next is on its way. A block must lie in one
+    group: ROWS divides H / G R. With matrix units only.
+    """
+    PER_ROW: tl.constexpr = H * R // ROWS
+    PER_GROUP: tl.constexpr = H // G * R // ROWS
+    total = batch * PER_ROW
+    run = tl.cdiv(total, programs)
+    begin = mine * run
+    end = tl.minimum(begin + run, total)
+    last = total - 1
+    i_b = (tl.minimum(begin, last) // PER_ROW).to(tl.int64)
+    slot = tl.load(slot_ptr + i_b).to(tl.int64)
+    valid = tl.load(valid_ptr + i_b)
+    flush = tl.load(flush_ptr + i_b).to(tl.int32)
+    at = tl.minimum(begin, last) % PER_ROW * ROWS
+    reads = (slot >= 0) & (flush == 0) & (begin < end)
+    codes, scales, past = fetch_block(
+        copy_ptr + slot * copy_stride, copy_scale_ptr + slot * copy_scale_stride,
+        copy_tile_ptr + slot * copy_tile_stride, ring_x_ptr + slot * ring_x_stride,
+        at, H * R * reads.to(tl.int32), valid, R, TILES, H * R, LP, ROWS, OUTPUT,
+    )  # fmt: skip
+    if EARLY:
+        wait_for_previous()
+    w, factor, weight_now, x = _ask(
+        weight_ptr + i_b * (H * (LP + 2)), x_ptr + i_b * x_stride, at, H * R, valid, R, LP, ROWS,
+        True,
+    )  # fmt: skip
+    i_next = (tl.minimum(begin + 1, last) // PER_ROW).to(tl.int64)
+    slot_next = tl.load(slot_ptr + i_next).to(tl.int64)
+    valid_next = tl.load(valid_ptr + i_next)
+    flush_next = tl.load(flush_ptr + i_next).to(tl.int32)
+    for block in range(begin, end):
+        follows = block + 1 < end
+        reads_next = (slot_next >= 0) & (flush_next == 0) & follows
+        at_next = tl.minimum(block + 1, last) % PER_ROW * ROWS
+        codes_next, scales_next, past_next = fetch_block(
+            copy_ptr + slot_next * copy_stride, copy_scale_ptr + slot_next * copy_scale_stride,
+            copy_tile_ptr + slot_next * copy_tile_stride, ring_x_ptr + slot_next * ring_x_stride,
+            at_next, H * R * reads_next.to(tl.int32), valid_next,
+            R, TILES, H * R, LP, ROWS, OUTPUT,
         )  # fmt: skip
-        x = tl.load(x_ptr + inputs + row, mask=row_ok, other=0.0)
-        x = x.to(ring_x_ptr.dtype.element_ty)
-        mask = old[:, None] & row_ok[None, :]
-        past = tl.load(ring_x + token[:, None] * (H * R) + row[None, :], mask=mask, other=0)
-        past = tl.where(now[:, None], x[None, :], past).to(tl.float32)
-        if R % ROWS == 0:  # the block lies in one head
-            mine = weights + (k // R) * (LP + 1)
-            w = tl.load(mine + token, mask=old | now, other=0.0)[:, None]
-            factor = tl.load(mine + LP)
-        else:
-            mine = weights + (row // R) * (LP + 1)
-            w = tl.load(
-                mine[None, :] + token[:, None],
-                mask=(old | now)[:, None] & row_ok[None, :],
-                other=0.0,
-            )
-            factor = tl.load(mine + LP, mask=row_ok, other=0.0)
-        y = y * factor + tl.sum(w * past, 0)
-        tl.store(ring_x + valid * (H * R) + row, x, mask=row_ok)
-        finish(
-            y, i_b, first, row, row_ok, inputs,
-            x_ptr, z_ptr, y_ptr, D_ptr, ring_x_ptr, z_stride, y_stride,
-            R, D_ROWS, HAS_Z,
+        w_next, factor_next, now_next, x_next = _ask(
+            weight_ptr + i_next * (H * (LP + 2)), x_ptr + i_next * x_stride, at_next, H * R,
+            valid_next, R, LP, ROWS, True,
         )  # fmt: skip
+        i_after = (tl.minimum(block + 2, last) // PER_ROW).to(tl.int64)
+        slot_after = tl.load(slot_ptr + i_after).to(tl.int64)
+        valid_after = tl.load(valid_ptr + i_after)
+        flush_after = tl.load(flush_ptr + i_after).to(tl.int32)
+        row = at + tl.arange(0, ROWS)
+        out = y_ptr + i_b * y_stride + row
+        if reads:
+            group = i_b * G + (block % PER_ROW) // PER_GROUP
+            c = load_operand(c_ptr + group * N, OUTPUT)
+            unit = factor * tl.load(top_ptr + group)
+            y = block_dot(codes, scales, past, c, w, unit, LP, ROWS, OUTPUT)
+            x_kept = x.to(ring_x_ptr.dtype.element_ty)
+            y += weight_now * x_kept.to(tl.float32)
+            if D_ROWS == 2:
+                y += tl.load(D_ptr + row).to(tl.float32) * x_kept.to(tl.float32)
+            if HAS_Z:
+                z = tl.load(z_ptr + i_b * z_stride + row).to(tl.float32)
+                y *= z / (1.0 + tl.exp(-z))
+            ring_x = ring_x_ptr + slot * ring_x_stride
+            tl.store(ring_x + valid * (H * R) + row, x_kept)
+            tl.store(out, y.to(y_ptr.dtype.element_ty))
+        if slot < 0:
+            tl.store(out, tl.zeros([ROWS], y_ptr.dtype.element_ty))
+        codes, scales, past = codes_next, scales_next, past_next
+        w, factor, weight_now, x = w_next, factor_next, now_next, x_next
+        i_b, slot, valid, at, reads = i_next, slot_next, valid_next, at_next, reads_next
+        i_next, slot_next, valid_next, flush_next = i_after, slot_after, valid_after, flush_after
+
+
+@triton.jit
+def readout_run_kernel(
+    x_ptr, z_ptr, y_ptr, D_ptr,
+    slot_ptr, valid_ptr, flush_ptr,
+    ring_x_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
+    weight_ptr, c_ptr, top_ptr,
+    x_stride, z_stride, y_stride, ring_x_stride,
+    copy_stride, copy_scale_stride, copy_tile_stride, batch,
+    H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, LP: tl.constexpr,
+    ROWS: tl.constexpr, COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr,
+    TILES: tl.constexpr, OUTPUT: tl.constexpr, D_ROWS: tl.constexpr, HAS_Z: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Rows that do not flush, shared by any number of programs; see ``read_run``."""
+    read_run(
+        tl.program_id(0), tl.num_programs(0),
+        x_ptr, z_ptr, y_ptr, D_ptr, slot_ptr, valid_ptr, flush_ptr, ring_x_ptr, copy_ptr,
+        copy_scale_ptr, copy_tile_ptr, weight_ptr, c_ptr, top_ptr, x_stride, z_stride, y_stride,
+        ring_x_stride, copy_stride, copy_scale_stride, copy_tile_stride, batch, H, G, R, N, LP,
+        ROWS, COPY_HEAD, COPY_SCALE_HEAD, TILES, OUTPUT, D_ROWS, HAS_Z, EARLY,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -2,40 +2,77 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
 
 from ...config import StateConfig
-from ...formats.rotation import signs
+from ...formats.rotation import block_of, signs
 from ...state.cache import StepRows
 from ...state.layout import StateViews
 from ..common.check import check_rows, check_tensor, check_views
+from ..common.fold import rotation_table
+from ..common.launch import beside, early, multiprocessors, register_limit, rejoin, starts_early
+from ..common.matrix import matrix_path
+from ..common.planes import PTX
 from ..common.store import (
     check_state_size,
+    launch_warps,
     plane_arguments,
     read_state,
+    rounding_sizes,
 )
-from .decode import readout_kernel
-from .flush import flush_rows
+from .decode import readout_kernel, readout_run_kernel
+from .flush import flush_kernel, flush_rows, window_terms
+from .prepare import prepare_kernel
 from .reference import check_inputs, fold_ring
+from .step import step_kernel
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """heads a readout program (at most), rows of a block, warps."""
+    """How a step is launched.
+
+    heads: of a readout program, at most; rows: of a block; ahead: 1 to load the next block while
+    one is worked on; share: programs that read for each multiprocessor, each a share of all rows
+    (0: a program for each unit of heads); warps: of a readout program without matrix units;
+    prepare_warps: of the program that prepares a group; registers: of a readout program, at most.
+
+    flush: programs that flush for each multiprocessor; overlap: 0 flushes after the reads, 1 in one
+    launch with them, 2 on a stream beside them; flush_registers: of a flush program, at most.
+    """
 
     heads: int
     rows: int
-    warps: int
+    ahead: int = 0
+    share: int = 0
+    warps: int = 1
+    prepare_warps: int = 4
+    registers: int = 255
+    flush: int = 16
+    overlap: int = 0
+    flush_registers: int = 128
 
 
-# NVIDIA H200, triton 3.6.0, Super geometry, batch 256, nvfp4 + fp16 SR, commit 260b7a6: this had
-# the best step of seven tried (242 us; readout 104 us); other widths of the copy were not tried.
-# key: bits of the readout's codes
-_BEST = LaunchConfig(heads=4, rows=64, warps=2)
-LAUNCH = {4: _BEST, 8: _BEST, 16: _BEST, 32: _BEST}
+LAUNCH: dict[int, tuple[tuple[int, LaunchConfig], ...]] = {
+    4: ((1, LaunchConfig(1, 64)), (32, LaunchConfig(4, 32, ahead=1))),
+    8: ((1, LaunchConfig(1, 64)), (32, LaunchConfig(2, 64))),
+    16: ((1, LaunchConfig(1, 64)), (32, LaunchConfig(4, 64, warps=2))),
+    32: ((1, LaunchConfig(1, 64)), (32, LaunchConfig(4, 64, warps=2))),
+}
+"""Bits of the readout's codes -> (smallest batch, launch configuration), ascending.
+
+4 and 8 bits: readouts of a few configurations on an H200, triton 3.6.0, Super geometry, batch 1 and
+256. The others are not measured.
+"""
+
+
+def launch_for(config: StateConfig, batch: int) -> LaunchConfig:
+    """What ``LAUNCH`` says for a readout format and a batch."""
+    return [c for least, c in LAUNCH[config.readout.bits] if least <= max(batch, 1)][-1]
 
 
 def divisor_up_to(total: int, limit: int) -> int:
@@ -70,7 +107,6 @@ def decode_step(
     check_inputs(views, rows, x, dt, A, B, C)
     batch, heads, p = x.shape
     groups, n = B.shape[1:]
-    length = views.ring_x.shape[1]  # type: ignore[union-attr]
     check_state_size(p, n)
     device = views.ckpt.device
     check_rows(rows, device)
@@ -92,54 +128,218 @@ def decode_step(
     x, dt, B, C = (_rows(t) for t in (x, dt, B, C))
     z = None if z is None else _rows(z)
     A, D, dt_bias = (None if t is None else t.contiguous() for t in (A, D, dt_bias))
-    chosen = launch or LAUNCH[config.readout.bits]
-    lp = triton.next_power_of_2(length)
-    per_group = heads // groups
-    planes, sizes = plane_arguments(views, config)
-    ring = (views.ring_x, views.ring_dt, views.ring_B)
-    inputs = {
-        "x_ptr": x, "dt_ptr": dt, "B_ptr": B, "C_ptr": C, "z_ptr": x if z is None else z,
-        "y_ptr": y, "A_ptr": A, "D_ptr": A if D is None else D,
-        "bias_ptr": A if dt_bias is None else dt_bias,
-        "sign_ptr": signs(n, device) if config.rotate else A,
-        "slot_ptr": rows.slots, "valid_ptr": rows.valid, "flush_ptr": rows.flush,
-        "weight_ptr": torch.empty(batch * heads * (lp + 1), dtype=torch.float32, device=device),
-        "x_stride": x.stride(0), "dt_stride": dt.stride(0), "B_stride": B.stride(0),
-        "C_stride": C.stride(0), "z_stride": 0 if z is None else z.stride(0),
-        "y_stride": y.stride(0),
-    }  # fmt: skip
-    for name, t in zip(("ring_x", "ring_dt", "ring_B"), ring, strict=True):
-        inputs |= {f"{name}_ptr": t, f"{name}_stride": t.stride(0)}  # type: ignore[union-attr]
-    common = {
-        "H": heads, "G": groups, "R": p, "N": n, "LP": lp,
-        "NP": triton.next_power_of_2(n), "WP": triton.next_power_of_2(n // 8),
-        "ROTATE": config.rotate, "SOFTPLUS": dt_softplus, "HAS_BIAS": dt_bias is not None,
-        "D_ROWS": 0 if D is None else D.ndim, "HAS_Z": z is not None,
-    }  # fmt: skip
-    copy_names = ("copy", "copy_scale", "copy_tile")
-    copy_planes = {f"{c}{e}": planes[f"{c}{e}"] for c in copy_names for e in ("_ptr", "_stride")}
-    copy_sizes = ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES", "OUTPUT")
-
-    def split(limit: int) -> tuple[int, int]:
-        """(heads a unit, units a group) where a unit takes up to ``limit`` heads."""
-        count = divisor_up_to(per_group, limit if lp <= 16 else max(1, 256 // lp))
-        return count, per_group // count
-
-    if length > 1:  # with L = 1 every row flushes
-        count, parts = split(chosen.heads)
-        vector = torch.empty(batch * groups * parts * n, dtype=torch.float32, device=device)
-        readout_kernel[(parts, groups, batch)](
-            vector_ptr=vector, HEADS=count, HEADS_P=triton.next_power_of_2(count),
-            ROWS=chosen.rows, num_warps=chosen.warps,
-            **inputs, **copy_planes, **common, **{k: sizes[k] for k in copy_sizes},
+    if not torch.compiler.is_compiling():
+        _run(
+            y, views, config, rows, x, dt, A, B, C, D, z, dt_bias, dt_softplus, layer, head_offset,
+            launch,
         )  # fmt: skip
-    else:
-        y.zero_()
-    flush_rows(
-        views, config, rows, x, dt, A, B, C, y,
-        D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, layer=layer, head_offset=head_offset,
+        return y
+    state = [getattr(views, name) for name in _PLANES]
+    state += [getattr(views, name) if config.has_copy else None for name in _COPY]
+    state += [getattr(views, name) for name in _RING]
+    control = (rows.slots, rows.valid, rows.flush, rows.position, rows.key)
+    _decode_op(
+        y, *state, *control, x, dt, A, B, C, D, z, dt_bias,
+        json.dumps(config.to_dict()), dt_softplus, layer, head_offset,
     )  # fmt: skip
     return y
+
+
+def _run(
+    y: torch.Tensor,
+    views: StateViews,
+    config: StateConfig,
+    rows: StepRows,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    z: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    dt_softplus: bool,
+    layer: int,
+    head_offset: int,
+    launch: LaunchConfig | None = None,
+) -> None:
+    """One step into y [b, H, P]; arguments are checked."""
+    ring_x, ring_dt, ring_B = views.ring_x, views.ring_dt, views.ring_B
+    assert ring_x is not None and ring_dt is not None and ring_B is not None
+    length = ring_x.shape[1]
+    if length == 1:  # every row flushes
+        y.zero_()
+        flush_rows(
+            views, config, rows, x, dt, A, B, C, y, D=D, z=z, dt_bias=dt_bias,
+            dt_softplus=dt_softplus, layer=layer, head_offset=head_offset,
+        )  # fmt: skip
+        return
+    batch, heads, p = x.shape
+    groups, n = B.shape[1:]
+    device, per_group = x.device, heads // groups
+    launch = launch or launch_for(config, batch)
+    planes, sizes = plane_arguments(views, config)
+    matrix = matrix_path(PTX.value, n, sizes["OUTPUT"]) != "" and p % 8 == 0
+    start = starts_early(device)
+    wp = triton.next_power_of_2(n // 8)
+    lp = max(4, triton.next_power_of_2(length))
+    flush_lp = max(16, lp)
+    warps = launch_warps(n)
+    precise, terms = window_terms(config, ring_B.dtype)
+
+    def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    reading = {
+        "weight_ptr": scratch(batch, heads, lp + 2),
+        "c_ptr": scratch(batch, groups, n, dtype=torch.int32),
+        "top_ptr": scratch(batch, groups),
+    }
+    window = scratch(
+        batch, groups, terms, flush_lp, 8 * wp, dtype=torch.bfloat16 if PTX.value else torch.float32
+    )
+    flushing = {
+        "list_ptr": scratch(batch + 1, dtype=torch.int32),
+        "flush_weight_ptr": scratch(batch, heads, flush_lp),
+        "decay_ptr": scratch(batch, heads),
+        "window_ptr": window,
+        "vector_ptr": scratch(batch, groups, n),
+    }
+    control = {"slot_ptr": rows.slots, "valid_ptr": rows.valid, "flush_ptr": rows.flush}
+    common = {"H": heads, "G": groups, "N": n, "WP": wp, "OUTPUT": sizes["OUTPUT"]}
+    prepare_kernel[(groups, batch)](
+        dt, B, C, A, A if D is None else D, A if dt_bias is None else dt_bias,
+        signs(n, device) if config.rotate else A,
+        rotation_table(n, device) if config.rotate else A,
+        ring_dt_ptr=ring_dt, ring_B_ptr=ring_B,
+        dt_stride=dt.stride(0), B_stride=B.stride(0), C_stride=C.stride(0),
+        ring_dt_stride=ring_dt.stride(0), ring_B_stride=ring_B.stride(0), batch=batch,
+        NP=triton.next_power_of_2(n), L=length, LP=lp, FLUSH_LP=flush_lp,
+        PER=per_group, PERP=triton.next_power_of_2(per_group), TERMS=terms, WARPS=warps,
+        MATRIX=matrix, ROTATE=config.rotate, BLOCK=block_of(n), SOFTPLUS=dt_softplus,
+        HAS_BIAS=dt_bias is not None, HAS_D=D is not None and D.ndim == 1, EARLY=start,
+        num_warps=launch.prepare_warps, **control, **reading, **flushing, **common,
+    )  # fmt: skip
+    count = divisor_up_to(per_group, launch.heads)
+    units = batch * heads // count
+    tiles = batch * heads * sizes["TILES"]
+    shared = {
+        "x_ptr": x, "z_ptr": x if z is None else z, "y_ptr": y, "D_ptr": A if D is None else D,
+        "ring_x_ptr": ring_x, "x_stride": x.stride(0), "z_stride": 0 if z is None else z.stride(0),
+        "y_stride": y.stride(0), "ring_x_stride": ring_x.stride(0), "R": p,
+        "D_ROWS": 0 if D is None else D.ndim, "HAS_Z": z is not None,
+    }  # fmt: skip
+    read = {"HEADS": count, "ROWS": launch.rows, "MATRIX": matrix, "EARLY": start}
+    read["AHEAD"] = bool(launch.ahead) and matrix
+    fold = {"TERMS": terms, "LEFT": precise, "WARPS": warps, **rounding_sizes(config)}
+    fold |= {"position_ptr": rows.position, "key_ptr": rows.key}
+    fold |= {"layer": layer, "head_offset": head_offset}
+    given = {k: v for k, v in sizes.items() if k != "OUTPUT"}
+    programs = min(tiles, launch.flush * multiprocessors(device))
+    if launch.overlap == 1:
+        step_kernel[(programs + units,)](
+            tiles_first=programs, LP=lp, FLUSH_LP=flush_lp, num_warps=warps, num_stages=1,
+            **control, **reading, **flushing, **common, **shared, **read, **fold, **planes, **given,
+            **early(start), **register_limit(launch.registers),
+        )  # fmt: skip
+        return
+
+    def fold_rows() -> None:
+        given_weight = flushing.pop("flush_weight_ptr")
+        flush_kernel[(programs,)](
+            slot_ptr=rows.slots, valid_ptr=rows.valid, weight_ptr=given_weight, LP=flush_lp,
+            num_warps=warps, num_stages=1, **flushing, **common, **shared, **fold, **planes,
+            **given, **register_limit(launch.flush_registers),
+        )  # fmt: skip
+
+    apart = launch.overlap != 2
+    if not apart:
+        with beside(device, apart):
+            fold_rows()
+    names = ("copy", "copy_scale", "copy_tile")
+    copy = {name + end: planes[name + end] for name in names for end in ("_ptr", "_stride")}
+    copy |= {s: sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES")}
+    limit = register_limit(launch.registers)
+    if matrix and launch.share and (per_group * p) % launch.rows == 0:
+        sharing = min(batch * heads * p // launch.rows, launch.share * multiprocessors(device))
+        rest = {k: t for k, t in (read | common).items() if k not in _UNITS}
+        readout_run_kernel[(sharing,)](
+            batch=batch, LP=lp, num_warps=1, **copy, **control, **reading, **rest, **shared,
+            **early(start), **limit,
+        )  # fmt: skip
+    else:
+        readout_kernel[(units,)](
+            LP=lp, num_warps=1 if matrix else launch.warps, **copy, **control, **reading, **common,
+            **shared, **read, **early(start), **limit,
+        )  # fmt: skip
+    if apart:
+        fold_rows()
+    rejoin(device, apart)
+
+
+_UNITS = ("HEADS", "MATRIX", "AHEAD", "WP")
+"""What a readout by shares does not need."""
+
+_PLANES = ("ckpt", "ckpt_low", "ckpt_scale", "ckpt_tile_scale")
+_COPY = ("copy", "copy_scale", "copy_tile_scale")
+_RING = ("ring_x", "ring_dt", "ring_B")
+
+
+@lru_cache(maxsize=64)
+def _config_of(settings: str) -> StateConfig:
+    return StateConfig.from_dict(json.loads(settings))
+
+
+@torch.library.custom_op(
+    "replayssm_quant::mamba2_decode", mutates_args=("y", *_PLANES, *_COPY, *_RING)
+)
+def _decode_op(
+    y: torch.Tensor,
+    ckpt: torch.Tensor,
+    ckpt_low: torch.Tensor | None,
+    ckpt_scale: torch.Tensor | None,
+    ckpt_tile_scale: torch.Tensor | None,
+    copy: torch.Tensor | None,
+    copy_scale: torch.Tensor | None,
+    copy_tile_scale: torch.Tensor | None,
+    ring_x: torch.Tensor,
+    ring_dt: torch.Tensor,
+    ring_B: torch.Tensor,
+    slots: torch.Tensor,
+    valid: torch.Tensor,
+    flush: torch.Tensor,
+    position: torch.Tensor,
+    key: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    z: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    settings: str,
+    dt_softplus: bool,
+    layer: int,
+    head_offset: int,
+) -> None:
+    """One step as a single operator; copy None means that the copy is part of the checkpoint."""
+    if copy is None:
+        copy, copy_scale, copy_tile_scale = ckpt, ckpt_scale, ckpt_tile_scale
+    views = StateViews(
+        ckpt, ckpt_low, ckpt_scale, ckpt_tile_scale, copy, copy_scale, copy_tile_scale,
+        ring_x=ring_x, ring_dt=ring_dt, ring_B=ring_B,
+    )  # fmt: skip
+    rows = StepRows(slots, valid, flush, position, key)
+    _run(
+        y, views, _config_of(settings), rows, x, dt, A, B, C, D, z, dt_bias, dt_softplus, layer,
+        head_offset,
+    )  # fmt: skip
+
+
+@_decode_op.register_fake
+def _(*args: object, **kwargs: object) -> None:
+    return None
 
 
 def _rows(t: torch.Tensor) -> torch.Tensor:

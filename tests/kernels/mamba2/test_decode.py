@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 
 import pytest
 import torch
@@ -399,6 +400,26 @@ def test_an_empty_batch_is_no_work(mamba2_case) -> None:
     out = empty.step()
     assert out.shape == (0, 1, 16)
     assert torch.equal(empty.buffer, case.buffer)
+
+
+@pytest.mark.parametrize("copy", ["nvfp4", "same"])
+def test_the_operator_says_exactly_what_it_changes(mamba2_case, copy: str) -> None:
+    from replayssm_quant.kernels.mamba2 import triton_ops
+
+    config = flags("fp16", copy, buffer_len=2)
+    case = mamba2_case(geometry(1, 16, 16, 1), config, 2)
+    v, r, i = case.views, case.rows, case.inputs
+    copies = [getattr(v, name) if config.has_copy else None for name in triton_ops._COPY]
+    args = (
+        torch.empty_like(i["x"]), *(getattr(v, name) for name in triton_ops._PLANES), *copies,
+        *(getattr(v, name) for name in triton_ops._RING),
+        r.slots, r.valid, r.flush, r.position, r.key,
+        *(i[name] for name in ("x", "dt", "A", "B", "C", "D", "z", "dt_bias")),
+        json.dumps(config.to_dict()), True, 0, 0,
+    )  # fmt: skip
+    torch.library.opcheck(
+        triton_ops._decode_op, args, test_utils=("test_schema", "test_faketensor")
+    )
 
 
 # --- on a GPU: full sizes, bf16, graphs -----------------------------------------------------------
