@@ -31,6 +31,7 @@ from ...state.geometry import LayerGeometry
 from ...state.layout import StateLayout
 from ..gdn import reference as gdn_reference
 from ..mamba2 import reference as mamba2_reference
+from . import warm
 from .registry import DESIGNS, Inputs, call, generator
 from .run import ROOT, gpu_slug, provenance, write_json
 
@@ -264,7 +265,7 @@ def drift(
     signals.next_chunk()
     exact = Exact(signals)
     splits = {name: Split(DESIGNS[name], signals, impl) for name in designs}
-    if device.type == "cuda":  # compile both kinds of step, on pools that are thrown away
+    if device.type == "cuda":  # run both kinds of step, on pools that are thrown away
         for name in designs:
             trial = Split(DESIGNS[name], signals, impl)
             for t in range(trial.config.buffer_len):
@@ -344,6 +345,12 @@ def main(argv: list[str] | None = None) -> int:
             raise SystemExit(f"unknown name '{unknown[0]}'; known: {', '.join(known)}")
     positions = tuple(int(t) for t in args.positions.split(","))
     common = provenance()
+    tasks = [
+        warm.Task(f"{kind}_decode", warm.geometry_key(GEOMETRIES[kind]), design, 4, plain=True)
+        for kind in kinds
+        for design in designs
+    ]
+    warm.compile_all(tasks)
     rows = []
     for kind in kinds:
         found = drift(kind, designs, positions, device=torch.device("cuda"), dtype=torch.bfloat16)

@@ -428,6 +428,18 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
+def compile_ahead(s: Settings, vllm_path: str | None) -> None:
+    """Compile in parallel what the run will launch; prints what failed (the run meets it again)."""
+    from . import warm  # which imports this module
+
+    names = list(s.designs)
+    if vllm_path is not None:
+        names += [f"vllm-{name}" for name in baselines.names(s.op)]
+    tasks = warm.tasks_of(s.op, s.geometries, s.batches, names)
+    for task, error in warm.compile_all(tasks, vllm_path).items():
+        print(f"  {task.design}, batch {task.batch}: {error[:120]}")
+
+
 def run(
     s: Settings, vllm_path: str | None, out: Path, device: torch.device
 ) -> tuple[Path, list[str]]:
@@ -443,6 +455,9 @@ def run(
     path = out / f"{s.op.name}-{gpu_slug(common['gpu'])}-{common['date']}.json"
     rows: list[dict[str, Any]] = []
     wrong: list[str] = []
+    began = time.monotonic()
+    compile_ahead(s, vllm_path)
+    print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
     for geometry in s.geometries:
         for batch in s.batches:
             began = time.monotonic()
@@ -516,6 +531,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--launch", action="append", help="with --tune: field=value,... instead of the grid"
     )
+    p.add_argument(
+        "--variants", type=Path, help="with --tune: a file of such lines, all compiled at once"
+    )
     p.add_argument("--report", action="store_true", help="RESULTS.md and plots from --out")
     p.add_argument("--impl", choices=("reference", "triton"), help="for --check-only")
     p.add_argument("--device", help="for --check-only; CUDA where there is one")
@@ -564,7 +582,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.tune:
         from . import tune
 
-        tune.run(s, device, args.launch)
+        given = list(args.launch or ())
+        if args.variants is not None:
+            given += tune.read_variants(args.variants)
+        tune.run(s, device, given or None)
         return 0
     path, wrong = run(s, args.vllm_path, args.out, device)
     for text in wrong:

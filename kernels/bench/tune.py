@@ -1,7 +1,8 @@
 """Launch configurations tried against each other; what is best is printed, nothing is changed.
 
-Without ``--launch`` each field of ``LaunchConfig`` is varied in turn, the others at the best values
-so far. Every candidate passes the correctness gate first.
+Without ``--launch`` or ``--variants`` each field of ``LaunchConfig`` is varied in turn, the others
+at the best values so far. Candidates are compiled in parallel processes, and pass the correctness
+gate before they are timed.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,12 +19,11 @@ from .registry import DESIGNS, Inputs, Problem, Step
 from .run import Pass, Red, Settings, gate, interleave
 
 GRID: dict[str, tuple[int, ...]] = {
-    "heads": (1, 2, 4, 8, 16),
-    "rows": (16, 32, 64, 128),
-    "warps": (1, 2, 4, 8),
-    "flush_heads": (1, 2, 4, 8),
-    "flush_warps": (1, 2, 4),
-    "stages": (1, 2, 3),
+    "heads": (1, 2, 4, 8),
+    "blocks": (1, 2, 4),
+    "rows": (32, 64),
+    "warps": (1, 2, 4),
+    "prepare_warps": (1, 2, 4),
 }
 """Values tried for a field of ``LaunchConfig`` that is named here."""
 
@@ -40,11 +40,20 @@ def parse(text: str, default: Any) -> Any:
     return dataclasses.replace(default, **changes)
 
 
-def _module(kind: str) -> Any:
-    module = importlib.import_module(f"replayssm_quant.kernels.{kind}.triton_ops")
-    if not hasattr(module, "LAUNCH"):
-        raise SystemExit(f"the kernels of {kind} have no launch table to tune")
-    return module
+def kernels_of(kind: str) -> Any:
+    """The module of a family's Triton operations: LaunchConfig, launch_for and the steps."""
+    return importlib.import_module(f"replayssm_quant.kernels.{kind}.triton_ops")
+
+
+def read_variants(path: Path) -> list[str]:
+    """The lines of a file of variants, each ``field=value,...``; '#' starts a comment.
+
+    Raises SystemExit naming the file if there is none.
+    """
+    if not path.is_file():
+        raise SystemExit(f"--variants {path}: there is no such file")
+    lines = (line.partition("#")[0].strip() for line in path.read_text("utf-8").splitlines())
+    return [line for line in lines if line]
 
 
 def launcher(module: Any, problem: Problem, config: Any) -> Callable[[Step], torch.Tensor]:
@@ -68,24 +77,25 @@ def launcher(module: Any, problem: Problem, config: Any) -> Callable[[Step], tor
 class Trial:
     """Times of configurations on one problem, each measured once and remembered."""
 
-    def __init__(self, s: Settings, module: Any, problem: Problem):
-        self.s, self.module, self.problem = s, module, problem
-        self.small = Problem(
-            problem.op, problem.geometry, problem.config, 2, device=problem.device, sets=1
-        )
+    def __init__(self, s: Settings, module: Any, problem: Problem, design: str):
+        self.s, self.module, self.problem, self.design = s, module, problem, design
         self.times: dict[Any, dict[str, float]] = {}
         self.failed: dict[Any, str] = {}
 
-    def _compile(self, config: Any) -> Exception | None:
-        """Run once on a small pool, which several threads may share: only compiling matters."""
-        try:
-            step = launcher(self.module, self.small, config)
-            for phase in ("readout", "flush"):
-                step(self.small.steps(phase)[0])
-            torch.cuda.synchronize()
-        except Exception as error:  # a configuration that the GPU has no resources for
-            return error
-        return None
+    def _compile(self, configs: list[Any]) -> None:
+        from . import warm  # which imports this module
+
+        p = self.problem
+        key, design = warm.geometry_key(p.geometry), self.design
+        tasks = {
+            warm.Task(p.op.name, key, design, p.batch, tuple(dataclasses.asdict(c).items())): c
+            for c in configs
+        }
+        failed = warm.compile_all(tasks)
+        for task, config in tasks.items():
+            error = failed.get(warm.shrink(task))
+            if error is not None:
+                self.failed[config] = error
 
     def _right(self, config: Any) -> None:
         run, step = self.problem.run, launcher(self.module, self.problem, config)
@@ -97,10 +107,7 @@ class Trial:
 
     def measure(self, configs: Iterable[Any]) -> None:
         new = [c for c in dict.fromkeys(configs) if c not in self.times and c not in self.failed]
-        with ThreadPoolExecutor(16) as pool:
-            for config, error in zip(new, pool.map(self._compile, new), strict=True):
-                if error is not None:
-                    self.failed[config] = repr(error)[:100]
+        self._compile(new)
         good = []
         for config in new:
             if config in self.failed:
@@ -130,14 +137,14 @@ def _show(config: Any) -> str:
 
 def run(s: Settings, device: torch.device, given: list[str] | None = None) -> None:
     """Tune every geometry, batch and design of the settings; print all tries, the best last."""
-    module = _module(s.op.kind)
+    module = kernels_of(s.op.kind)
     for geometry in s.geometries:
         for batch in s.batches:
             for design in s.designs:
                 config = DESIGNS[design]
                 problem = Problem(s.op, s.op.geometry(geometry), config, batch, device=device)
-                default = module.LAUNCH[config.readout.bits]
-                trial = Trial(s, module, problem)
+                default = module.launch_for(config, batch)
+                trial = Trial(s, module, problem, design)
                 trial.measure([default, *(parse(text, default) for text in given or ())])
                 goal = "mix" if "mix" in s.phases else s.phases[0]
                 if not given:

@@ -1,0 +1,78 @@
+"""One small step of every kernel: what a memory or race checker runs.
+
+``compute-sanitizer --tool racecheck python -m replayssm_quant.kernels.bench.smoke``. Each design of
+each family stores a state, takes one step in which some rows flush and some do not, and loads the
+state back. Run it once without the checker, which slows compiling down: Triton keeps what it
+compiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from ... import ops
+from ..._paths import drop_checkout
+from ...state.geometry import LayerGeometry
+from .registry import DESIGNS, OPS, Problem, random_state
+
+GEOMETRIES = {
+    "mamba2_decode": (
+        LayerGeometry("mamba2", 4, 64, 128, 2),
+        LayerGeometry("mamba2", 2, 80, 96, 1),
+    ),
+    "gdn_decode": (LayerGeometry("gdn", 4, 128, 128, 2), LayerGeometry("gdn", 2, 48, 96, 2)),
+}
+"""Of each operation: one that matrix units serve, one that they do not."""
+SMOKE = ("nvfp4+fp16-sr", "P4+8-sr-rot", "P8+4-sr-rot", "e4m3-sr", "fp32")
+
+
+def step(op: str, geometry: LayerGeometry, design: str, device: torch.device) -> None:
+    """Store, step and load five rows of a small pool, of which two flush."""
+    problem = Problem(OPS[op], geometry, DESIGNS[design], 5, device=device, sets=1)
+    length = problem.config.buffer_len
+    slots = problem.slots[0].clone()
+    slots[3] = -1  # a padding row
+    rows = problem.rows(slots, [length - 1, 3, 0, 1, 7], [True, False, False, False, True])
+    state = random_state(geometry, 5, 0, device)
+    ops.store_state(problem.views, problem.config, rows, state)
+    now = problem.steps("mix")[0]
+    now.rows = rows
+    problem.run(now)
+    rows = problem.rows(slots, [0, 4, 1, 0, 0], [False] * 5)
+    if problem.op.kind == "mamba2":
+        ops.mamba2_load(problem.views, problem.config, rows, problem.weights["A"])
+    else:
+        ops.gdn_load(problem.views, problem.config, rows)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def main(argv: list[str] | None = None) -> int:
+    drop_checkout()
+    p = argparse.ArgumentParser(
+        prog="python -m replayssm_quant.kernels.bench.smoke",
+        description="Run every kernel once on a small pool, for compute-sanitizer.",
+    )
+    p.add_argument("--op", choices=sorted(OPS), help="one operation instead of all")
+    p.add_argument("--design", default=",".join(SMOKE), help="names separated by commas")
+    args = p.parse_args(argv)
+    designs = args.design.split(",")
+    for name in designs:
+        if name not in DESIGNS:
+            raise SystemExit(f"unknown design '{name}'; known: {', '.join(DESIGNS)}")
+    if not torch.cuda.is_available():
+        print("needs a CUDA GPU and torch sees none", file=sys.stderr)
+        return 2
+    for op in [args.op] if args.op else GEOMETRIES:
+        for geometry in GEOMETRIES[op]:
+            for design in designs:
+                step(op, geometry, design, torch.device("cuda"))
+                print(f"{op} {geometry.rows}x{geometry.n} {design}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
