@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from . import verify
 from .registry import OPS
 
 Row = dict[str, Any]
@@ -281,4 +282,5 @@ def write(folder: Path, target: Path | None = None) -> list[Path]:
         svg = target / f"roofline-{path.stem[: -len('-2000-01-01')]}.svg"
         written.append(roofline(rows, svg))
         lines += section(rows, svg.name)
+    lines += verify.report(folder)
     return [_write(target / "RESULTS.md", HEAD + "\n".join(lines)), *written]

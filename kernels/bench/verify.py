@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
+import json
 import math
 import sys
 import time
@@ -489,6 +490,83 @@ def check_only(s: Settings, device: torch.device, impl: str | None = None) -> bo
                         flush=True,
                     )
     return good
+
+
+# --- report ---------------------------------------------------------------------------------------
+
+TARGET = (256, 5, "ratio_native_fp32", 3.0)
+"""Batch, T, column and least value of the best split design."""
+
+_HEAD = """
+## Verify steps: T tokens a row
+
+One step of speculative decoding that verifies T tokens a row, rows out of step with each other and
+keeping `kept` of them; flushes of committed inputs are in the times. vLLM's own step
+(`selective_state_update` or `fused_sigmoid_gating_delta_rule_update` with `num_accepted_tokens`)
+reads one state and writes one for each token. In brackets: its time with an fp32 state over ours.
+"""
+
+
+def latest(folder: Path) -> list[Path]:
+    """The newest result file of each (operation, GPU) in a folder, by the date in its name."""
+    found: dict[str, Path] = {}
+    for path in sorted(folder.glob("*_verify-*.json")):
+        if any(path.stem.startswith(f"{op}-") for op in OPS):
+            found[path.stem[: -len("-2000-01-01")]] = path  # sorted: a later date replaces
+    return [found[k] for k in sorted(found)]
+
+
+def section(rows: list[dict[str, Any]]) -> list[str]:
+    """Markdown of one result file: a table a geometry, a line for each batch and T."""
+    first = rows[0]
+    lines = [
+        f"### {first['op']}, {first['gpu']}",
+        "",
+        f"Triton {first['triton']}, vLLM {first['vllm']}, commit {str(first['commit'])[:12]}, "
+        f"{first['date']}. Microseconds, phase mix.",
+        "",
+    ]
+    for geometry in dict.fromkeys(r["geometry"] for r in rows):
+        mix = [r for r in rows if r["geometry"] == geometry and r["phase"] == "mix"]
+        names = list(dict.fromkeys(r["design"] for r in mix))
+        names.sort(key=lambda name: name.startswith("vllm"))
+        lines += [f"**{geometry}**", "", f"| batch | T | kept | {' | '.join(names)} |"]
+        lines += ["|" + "--:|" * (3 + len(names))]
+        for batch, tokens in sorted({(r["batch"], r["tokens"]) for r in mix}):
+            found = {r["design"]: r for r in mix if (r["batch"], r["tokens"]) == (batch, tokens)}
+            cells = []
+            for name in names:
+                row = found.get(name)
+                cell = "–" if row is None else f"{row['time_us']:.1f}"
+                if row is not None and row["ratio_native_fp32"] and not name.startswith("vllm"):
+                    cell += f" ({row['ratio_native_fp32']:.2f}x)"
+                cells.append(cell)
+            kept = next(iter(found.values()))["kept"]
+            lines.append(f"| {batch} | {tokens} | {kept} | {' | '.join(cells)} |")
+        lines.append("")
+        batch, tokens, column, least = TARGET
+        best = [
+            r[column]
+            for r in mix
+            if (r["batch"], r["tokens"]) == (batch, tokens)
+            and r["design"] in DESIGNS
+            and DESIGNS[r["design"]].update.rounds
+            and r[column]
+        ]
+        if best:
+            verdict = "reached" if max(best) >= least else "missed"
+            lines += [
+                f"Target at batch {batch}, T = {tokens}: {least:.1f}x vLLM's fp32 step; best "
+                f"rounded design {max(best):.2f}x, {verdict}.",
+                "",
+            ]
+    return lines
+
+
+def report(folder: Path) -> list[str]:
+    """Markdown of the newest verify results in a folder; nothing where there are none."""
+    found = [section(json.loads(path.read_text(encoding="utf-8"))) for path in latest(folder)]
+    return [_HEAD, *(line for lines in found for line in lines)] if found else []
 
 
 def main(argv: list[str] | None = None) -> int:

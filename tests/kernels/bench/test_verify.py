@@ -124,3 +124,31 @@ def test_the_command(capsys) -> None:
     if not torch.cuda.is_available():
         assert verify.main(["--op", "mamba2_verify"]) == 2
         assert "needs a CUDA GPU" in capsys.readouterr().err
+
+
+def test_the_report(tmp_path) -> None:
+    """Newest file of a GPU, a line for each batch and T, ratios beside times, the verdict."""
+    common = {
+        "op": "mamba2_verify", "geometry": "super", "phase": "mix", "gpu": "NVIDIA H200",
+        "triton": "3.6.0", "vllm": "0.33.0", "commit": "0123456789abcdef", "date": "2026-11-29",
+    }  # fmt: skip
+
+    def row(design: str, batch: int, tokens: int, time: float, ratio: float | None) -> dict:
+        values = {"batch": batch, "tokens": tokens, "kept": verify.kept_tokens(tokens)}
+        return {**common, **values, "design": design, "time_us": time, "ratio_native_fp32": ratio}
+
+    rows = [
+        row("vllm-native-fp32", 256, 5, 900.0, 1.0),
+        row("P4+8-sr-rot", 256, 5, 250.0, 3.6),
+        row("fp32", 256, 5, 200.0, 4.5),
+        row("P4+8-sr-rot", 8, 4, 20.0, 0.9),
+    ]
+    assert verify.report(tmp_path) == []
+    run.write_json(tmp_path / "mamba2_verify-h200-2026-11-28.json", rows[:1])
+    run.write_json(tmp_path / "mamba2_verify-h200-2026-11-29.json", rows)
+    text = "\n".join(verify.report(tmp_path))
+    assert "| 256 | 5 | 3 | 250.0 (3.60x) | 200.0 (4.50x) | 900.0 |" in text
+    assert "| 8 | 4 | 2 | 20.0 (0.90x) | – | – |" in text
+    assert "best rounded design 3.60x, reached" in text
+    rows[1]["ratio_native_fp32"] = 2.9
+    assert "best rounded design 2.90x, missed" in "\n".join(verify.section(rows))
