@@ -219,6 +219,8 @@ def settings_of(layers: Mapping[int, StateConfig]) -> dict[str, Any]:
     base = max(counts, key=rank)
     out: dict[str, Any] = layer_settings(base)
     out["replay"] = {"buffer_len": base.buffer_len}
+    if base.stagger:
+        out["replay"]["stagger"] = True
     if base.philox_rounds != 7:
         out["philox_rounds"] = base.philox_rounds
     rules = []

@@ -29,6 +29,7 @@ from .config import StateConfig
 from .state.geometry import LayerGeometry, ModelGeometry, read_geometry
 
 FOLDER = Path(__file__).resolve().parent / "recipes"
+RESULTS = Path(__file__).resolve().parent / "evals" / "results"
 DEFAULT_VARIANT = "default"
 SCHEMA = 1
 
@@ -531,8 +532,33 @@ def validate(paths: Iterable[str]) -> list[str]:
         _, variants = _flatten(recipe)
         for variant in sorted({DEFAULT_VARIANT, *variants}):
             resolved = _resolve(recipe, variant)
+            _check_evidence(resolved, Path(name).parent)
             done.append(f"{resolved.label}: {resolved.config().label} ({resolved.digest})")
     return done
+
+
+def _check_evidence(resolved: ResolvedRecipe, beside: Path) -> None:
+    """Refuse evidence of the recipe itself whose result file, beside the recipe or among the
+    committed ones, is not there or is not about the model it names. Raises RecipeError."""
+    for named in resolved.settings.get("evidence") or ():
+        one = Evidence(**named)
+        found = [p for p in (beside / one.result, RESULTS / one.result) if p.is_file()]
+        where = f"recipe {resolved.label}: evidence {one.result}"
+        if not found:
+            raise RecipeError(
+                f"{where}: no such file beside the recipe or in {RESULTS}; copy it there, or "
+                "measure again"
+            )
+        try:
+            data = json.loads(found[0].read_text(encoding="utf-8"))
+            models = data.get("models") or [data.get("model")]
+            names = [m["name"] if isinstance(m, dict) else m for m in models]
+        except (OSError, ValueError, AttributeError, KeyError, TypeError):
+            raise RecipeError(f"{where}: {found[0]} is not a result file; measure again") from None
+        if one.model not in names:
+            raise RecipeError(
+                f"{where}: it is about {', '.join(map(str, names))}, not about {one.model}"
+            )
 
 
 def main(argv: list[str] | None = None) -> int:

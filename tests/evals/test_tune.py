@@ -109,7 +109,7 @@ def _run(*args: str | Path) -> int:
 SMALL = ["--documents", "2", "--verify", "3", "--seeds", "0,1", "--formats"]
 
 
-def test_a_budget_gives_a_recipe_with_its_evidence(tiny_gdn: Path, tmp_path: Path) -> None:
+def test_a_budget_gives_a_recipe_with_its_evidence(tiny_gdn, tmp_path: Path, capsys) -> None:
     out = tmp_path / "mine.yaml"
     formats = "nvfp4:same,P4+4:rot,P8+4:rot,fp16:nvfp4"
     assert _run("--model", tiny_gdn, "--budget-bytes", "4.4k", "--out", out, *SMALL, formats) == 0
@@ -136,6 +136,17 @@ def test_a_budget_gives_a_recipe_with_its_evidence(tiny_gdn: Path, tmp_path: Pat
     assert recipes.main(["validate", str(out)]) == 0
     left = sorted(p.name for p in tmp_path.iterdir())
     assert left == ["mine.json", "mine.yaml"]
+    text = out.read_text()
+    capsys.readouterr()
+    for change, said in (
+        (text.replace("mine.json", "theirs.json"), "no such file beside the recipe"),
+        (text.replace("result: mine.json", "result: mine.yaml"), "is not a result file"),
+        (text.replace("model: tiny-gdn", "model: another"), "about tiny-gdn, not about another"),
+    ):
+        out.write_text(change)
+        assert recipes.main(["validate", str(out)]) == 2
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1
 
 
 def test_a_limit_gives_the_smallest_state_that_keeps_it(tiny_mamba2: Path, tmp_path: Path) -> None:
