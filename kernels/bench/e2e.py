@@ -169,7 +169,7 @@ def write_tuned(folder: Path, gpu: str, results: Path = RESULTS) -> Path:
     tables: dict[str, dict[str, dict[str, int]]] = {}
     for row in json.loads(found[-1].read_text()) if found else []:
         native = re.fullmatch(r"vllm-native-fp(16|32)", row["design"])
-        if native and row.get("launch"):
+        if native and row["geometry"] in geometries and len(row.get("launch") or ()) == 2:
             rows = str(row["batch"] * geometries[row["geometry"]].heads)
             launch = dict(zip(("BLOCK_SIZE_M", "num_warps"), row["launch"], strict=True))
             tables.setdefault(f"float{native[1]}", {})[rows] = launch

@@ -100,6 +100,8 @@ def test_the_native_kernel_gets_the_launches_of_the_kernel_benchmark(tmp_path: P
         {"design": "vllm-native-fp32", "geometry": "super", "batch": 256, "launch": [8, 1]},
         {"design": "vllm-replay-fp32", "geometry": "super", "batch": 8, "launch": [32, 1, 64]},
         {"design": "P4+8-sr-rot", "geometry": "super", "batch": 8},
+        {"design": "vllm-native-fp16", "geometry": "other", "batch": 8, "launch": [8, 4]},
+        {"design": "vllm-native-fp16", "geometry": "super", "batch": 8, "launch": None},
     ]
     (tmp_path / "mamba2_decode-h200-2026-01-01.json").write_text("[]")
     (tmp_path / "mamba2_decode-h200-2026-01-02.json").write_text(json.dumps(rows))
