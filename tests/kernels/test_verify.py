@@ -151,12 +151,12 @@ def bound_of(config: StateConfig, dtype: torch.dtype) -> float:
     """What y may differ by from float64, as relative RMS.
 
     The queries are rounded to fp16 (2**-12 of a vector's largest value each, spread over the
-    products of a row: 3e-4 with a margin) or, beside bf16 copies, to tf32 on a GPU; fp32 copies
-    take fp32 arithmetic, 1e-5. Storing y costs 2**-9 (bf16) or 2**-12 (fp16).
+    products of a row: 3e-4 with a margin); beside bf16 copies a GPU takes tf32, whose rounding may
+    be a truncation (2**-10); fp32 copies take three tf32 products, 1e-5. Storing y costs 2**-9
+    (bf16) or 2**-12 (fp16).
     """
-    exact = config.readout.name == "fp32"
-    store = {torch.bfloat16: 3e-3, torch.float16: 4e-4}.get(dtype, 0.0)
-    return (1e-5 if exact else 4e-4) + store
+    read = {"fp32": 1e-5, "bf16": 1e-3}.get(config.readout.name, 4e-4)
+    return read + {torch.bfloat16: 3e-3, torch.float16: 4e-4}.get(dtype, 0.0)
 
 
 def check(layer: Layer, steps: int = 5, width: int | None = None) -> None:
