@@ -1,31 +1,69 @@
-"""Launch configurations tried against each other; what is best is printed, nothing is changed.
+"""Launch configurations tried against each other; what is best is printed and may be saved.
 
-Without ``--launch`` or ``--variants`` each field of ``LaunchConfig`` is varied in turn, the others
-at the best values so far. Candidates are compiled in parallel processes, and pass the correctness
-gate before they are timed.
+Without ``--launch`` or ``--variants`` the stages of ``SEARCH`` follow each other, each from the
+best of the one before. The candidates of a stage are compiled in parallel processes, and each takes
+a step in which some rows flush through the correctness gate before it is timed. ``--save`` writes
+the winners; the benchmark takes them with ``--launches``, and the tables in ``triton_ops`` are made
+from them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .registry import DESIGNS, Inputs, Problem, Step
-from .run import Pass, Red, Settings, gate, interleave
+from ...config import StateConfig
+from .registry import DESIGNS, OPS, Inputs, Op, Problem, Step
+from .run import Pass, Red, Settings, gate_step, interleave, write_json
 
-GRID: dict[str, tuple[int, ...]] = {
-    "heads": (1, 2, 4, 8),
-    "blocks": (1, 2, 4),
-    "rows": (32, 64),
-    "warps": (1, 2, 4),
-    "prepare_warps": (1, 2, 4),
+_FLUSH = tuple(
+    f"overlap={overlap},flush={flush}"
+    for overlap, counts in ((0, (16,)), (2, (2, 3, 4, 6, 8)), (1, (2, 4)))
+    for flush in counts
+)
+SEARCH: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
+    "mamba2": (
+        (
+            "readout",
+            (
+                "heads=1,rows=64",
+                "heads=1,rows=32",
+                "heads=2,rows=64",
+                "heads=4,rows=64",
+                "heads=4,rows=64,ahead=1",
+                "heads=4,rows=32,ahead=1",
+                "heads=8,rows=32,ahead=1",
+                "heads=4,rows=32,ahead=1,prepare_warps=1",
+                "rows=32,share=13",
+                "rows=64,share=8",
+            ),
+        ),
+        ("mix", _FLUSH),
+    ),
+    "gdn": (
+        (
+            "readout",
+            (
+                "rows=64,blocks=1",
+                "rows=32,blocks=1",
+                "rows=64,blocks=2",
+                "rows=64,blocks=2,ahead=1",
+                "rows=32,blocks=2,ahead=1",
+                "rows=32,blocks=4,ahead=1",
+            ),
+        ),
+        ("mix", _FLUSH),
+    ),
 }
-"""Values tried for a field of ``LaunchConfig`` that is named here."""
+"""Of each family: what is compared, by the time of which phase."""
 
 
 def parse(text: str, default: Any) -> Any:
@@ -74,94 +112,162 @@ def launcher(module: Any, problem: Problem, config: Any) -> Callable[[Step], tor
     return step
 
 
+@dataclass
 class Trial:
-    """Times of configurations on one problem, each measured once and remembered."""
+    """Times of configurations at one geometry, batch and design, each measured once."""
 
-    def __init__(self, s: Settings, module: Any, problem: Problem, design: str):
-        self.s, self.module, self.problem, self.design = s, module, problem, design
-        self.times: dict[Any, dict[str, float]] = {}
-        self.failed: dict[Any, str] = {}
+    op: Op
+    geometry: str
+    batch: int
+    design: str
+    default: Any
+    times: dict[Any, dict[str, float]] = field(default_factory=dict)
+    failed: dict[Any, str] = field(default_factory=dict)
+    best: Any = None
 
-    def _compile(self, configs: list[Any]) -> None:
-        from . import warm  # which imports this module
+    def __post_init__(self) -> None:
+        self.best = self.default
 
-        p = self.problem
-        key, design = warm.geometry_key(p.geometry), self.design
-        tasks = {
-            warm.Task(p.op.name, key, design, p.batch, tuple(dataclasses.asdict(c).items())): c
-            for c in configs
-        }
-        failed = warm.compile_all(tasks)
-        for task, config in tasks.items():
-            error = failed.get(warm.shrink(task))
-            if error is not None:
-                self.failed[config] = error
+    @property
+    def name(self) -> str:
+        return f"{self.geometry} batch {self.batch} {self.design}"
 
-    def _right(self, config: Any) -> None:
-        run, step = self.problem.run, launcher(self.module, self.problem, config)
-        self.problem.run = lambda s, impl=None: step(s)  # type: ignore[method-assign]
-        try:
-            gate(self.problem)
-        finally:
-            self.problem.run = run  # type: ignore[method-assign]
-
-    def measure(self, configs: Iterable[Any]) -> None:
-        new = [c for c in dict.fromkeys(configs) if c not in self.times and c not in self.failed]
-        self._compile(new)
-        good = []
-        for config in new:
-            if config in self.failed:
+    def measure(self, configs: list[Any], phases: list[str], goal: str, seconds: float) -> None:
+        """Gate and time the configurations; ``best`` becomes the fastest in the phase ``goal``."""
+        module = kernels_of(self.op.kind)
+        geometry, device = self.op.geometry(self.geometry), torch.device("cuda")
+        problem = Problem(self.op, geometry, DESIGNS[self.design], self.batch, device=device)
+        mixed = problem.steps("mix")
+        for config in configs:
+            if config in self.failed or config in self.times:
                 continue
+            step = launcher(module, problem, config)
+            problem.run = lambda s, impl=None, f=step: f(s)  # type: ignore[method-assign,misc]
             try:
-                self._right(config)
-                good.append(config)
+                gate_step(problem, mixed[len(mixed) // 2])
+                self.times[config] = {}
             except Red as red:
                 self.failed[config] = str(red)
-        for phase in self.s.phases:
-            steps = self.problem.steps(phase)
+            except Exception as error:  # more registers or shared memory than the GPU has
+                self.failed[config] = repr(error)[:200]
+        good = [c for c in configs if c in self.times]
+        for phase in phases:
+            steps = problem.steps(phase)
             passes = {}
             for config in good:
-                step = launcher(self.module, self.problem, config)
-                passes[repr(config)] = Pass([(lambda s=s, f=step: f(s), s.nbytes) for s in steps])  # type: ignore[misc]
-            found = interleave(passes, 0.1 if self.s.quick else 0.5, 3) if passes else {}
+                step = launcher(module, problem, config)
+                launches = [(lambda s=s, f=step: f(s), s.nbytes) for s in steps]
+                passes[repr(config)] = Pass(launches)  # type: ignore[arg-type]
+            found = interleave(passes, seconds, 3) if passes else {}
             for config in good:
-                self.times.setdefault(config, {})[phase] = found[repr(config)]
-
-    def best(self, phase: str) -> Any:
-        return min(self.times, key=lambda c: self.times[c][phase])
+                self.times[config][phase] = found[repr(config)]
+        if good:
+            self.best = min(good, key=lambda c: self.times[c][goal])
 
 
 def _show(config: Any) -> str:
     return ",".join(f"{k}={v}" for k, v in dataclasses.asdict(config).items())
 
 
-def run(s: Settings, device: torch.device, given: list[str] | None = None) -> None:
+def _print(trial: Trial, phases: list[str], goal: str) -> None:
+    print(f"{trial.name}: {', '.join(phases)} in us")
+    timed = [c for c, t in trial.times.items() if goal in t]
+    for config in sorted(timed, key=lambda c: -trial.times[c][goal]):
+        cells = (trial.times[config].get(p) for p in phases)
+        text = "  ".join("       -" if t is None else f"{t:8.1f}" for t in cells)
+        print(f"  {text}  {_show(config)}{' (table)' if config == trial.default else ''}")
+    for config, why in trial.failed.items():
+        print(f"  failed {_show(config)}: {why}")
+    print(f"  best {goal}: {_show(trial.best)}", flush=True)
+
+
+def run(
+    s: Settings, device: torch.device, given: list[str] | None = None, save: Path | None = None
+) -> None:
     """Tune every geometry, batch and design of the settings; print all tries, the best last."""
+    from . import warm  # which imports this module
+
     module = kernels_of(s.op.kind)
-    for geometry in s.geometries:
-        for batch in s.batches:
-            for design in s.designs:
-                config = DESIGNS[design]
-                problem = Problem(s.op, s.op.geometry(geometry), config, batch, device=device)
-                default = module.launch_for(config, batch)
-                trial = Trial(s, module, problem, design)
-                trial.measure([default, *(parse(text, default) for text in given or ())])
-                goal = "mix" if "mix" in s.phases else s.phases[0]
-                if not given:
-                    best = default
-                    for f in dataclasses.fields(default):
-                        values = GRID.get(f.name, ())
-                        trial.measure(dataclasses.replace(best, **{f.name: v}) for v in values)
-                        if trial.times:
-                            best = trial.best(goal)
-                print(f"{geometry} batch {batch} {design}: {', '.join(s.phases)} in us")
-                order = sorted(trial.times, key=lambda c: -trial.times[c][goal])
-                for config_ in order:
-                    t = "  ".join(f"{trial.times[config_][p]:8.1f}" for p in s.phases)
-                    mark = " (table)" if config_ == default else ""
-                    print(f"  {t}  {_show(config_)}{mark}")
-                for config_, why in trial.failed.items():
-                    print(f"  failed {_show(config_)}: {why}")
-                for phase in s.phases:
-                    if trial.times:
-                        print(f"  best {phase}: {_show(trial.best(phase))}", flush=True)
+    trials = [
+        Trial(s.op, geometry, batch, design, module.launch_for(DESIGNS[design], batch))
+        for geometry in s.geometries
+        for batch in s.batches
+        for design in s.designs
+    ]
+    last = "mix" if "mix" in s.phases else s.phases[0]
+    stages = SEARCH[s.op.kind] if given is None else ((last, tuple(given)),)
+    for goal, texts in stages:
+        phases = [goal] if given is None else s.phases
+        wanted: dict[int, list[Any]] = {}
+        tasks = []
+        for i, trial in enumerate(trials):
+            wanted[i] = list(dict.fromkeys([trial.best, *(parse(t, trial.best) for t in texts)]))
+            key = warm.geometry_key(s.op.geometry(trial.geometry))
+            for config in wanted[i]:
+                launch = tuple(dataclasses.asdict(config).items())
+                tasks.append(warm.Task(s.op.name, key, trial.design, trial.batch, launch))
+        warm.compile_all(tasks)  # what fails here fails again where it is measured
+        for i, trial in enumerate(trials):
+            trial.measure(wanted[i], phases, goal, 0.15 if s.quick else 0.5)
+            _print(trial, phases, goal)
+            torch.cuda.empty_cache()
+        if save is not None:
+            write_json(save, [_row(trial) for trial in trials])
+
+
+def _row(trial: Trial) -> dict[str, Any]:
+    return {
+        "op": trial.op.name,
+        "geometry": trial.geometry,
+        "batch": trial.batch,
+        "design": trial.design,
+        "launch": dataclasses.asdict(trial.best),
+        "times_us": {p: round(t, 2) for p, t in trial.times.get(trial.best, {}).items()},
+        "tried": [
+            {"launch": _show(c), **{p: round(t, 2) for p, t in times.items()}}
+            for c, times in trial.times.items()
+        ],
+    }
+
+
+@contextlib.contextmanager
+def launches_from(path: Path | None) -> Iterator[None]:
+    """Within it the kernels are launched as a file of ``--save`` says.
+
+    A design that it lacks is launched as one whose readout has as many bits, if there is one. Of a
+    design's batches the largest that is not above the step's counts, else the smallest. Raises
+    SystemExit for a file that is none.
+    """
+    if path is None:
+        yield
+        return
+    try:
+        rows = json.loads(path.read_text("utf-8"))
+        found = [(OPS[r["op"]].kind, DESIGNS[r["design"]], r["batch"], r["launch"]) for r in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"--launches {path}: not a file that --save wrote ({error})") from None
+    before = {}
+    for kind in {kind for kind, *_ in found}:
+        module = kernels_of(kind)
+        before[module] = module.launch_for
+        module.launch_for = _lookup(module, [row[1:] for row in found if row[0] == kind])
+    try:
+        yield
+    finally:
+        for module, function in before.items():
+            module.launch_for = function
+
+
+def _lookup(module: Any, rows: list[tuple[StateConfig, int, dict]]) -> Callable[..., Any]:
+    table = module.launch_for
+
+    def launch_for(config: StateConfig, batch: int) -> Any:
+        like = [row for row in rows if row[0] == config]
+        like = like or [row for row in rows if row[0].readout.bits == config.readout.bits]
+        own = sorted(((b, x) for _, b, x in like), key=lambda pair: pair[0])
+        if not own:
+            return table(config, batch)
+        below = [launch for b, launch in own if b <= batch]
+        return module.LaunchConfig(**(below[-1] if below else own[0][1]))
+
+    return launch_for
