@@ -25,6 +25,12 @@ def run(tiny_gdn, tmp_path_factory):
     return matrix.measure(plan, folder)
 
 
+@pytest.fixture(scope="module")
+def drawn(run):
+    """The run's figures, drawn once."""
+    return html.draw({"results.json": run})
+
+
 class Reader(HTMLParser):
     """Tags that stay open, text of table cells, and every address that would be fetched."""
 
@@ -57,8 +63,8 @@ class Reader(HTMLParser):
             self.cells[-1] += data
 
 
-def test_the_page_is_whole_and_loads_nothing(run):
-    text = html.page({"results.json": run})
+def test_the_page_is_whole_and_loads_nothing(run, drawn):
+    text = html.page({"results.json": run}, drawn)
     reader = Reader()
     reader.feed(text)
     assert reader.open == [] and "script" not in reader.tags and "link" not in reader.tags
@@ -68,11 +74,11 @@ def test_the_page_is_whole_and_loads_nothing(run):
     for row in report.overview(run, run.models[0]):
         cells = report.overview_cells(row)
         assert set(cells) <= set(reader.cells) | {"–"}, cells
-    assert reader.tags.count("figure") == len(plots.figures(run, run.models[0])) >= 4
+    assert reader.tags.count("figure") == len(drawn[0][("results.json", "tiny-gdn")]) >= 4
 
 
-def test_every_figure_is_xml_with_a_title_and_its_data(run):
-    found = plots.figures(run, run.models[0])
+def test_every_figure_is_xml_with_a_title_and_its_data(run, drawn):
+    found = drawn[0][("results.json", "tiny-gdn")]
     kinds = {f.title.partition(":")[0] for f in found}
     assert kinds >= {"Divergence against bytes", "Divergence by position", "Change of accuracy"}
     labels = {a.label for a in run.arms[2:]}
@@ -151,7 +157,7 @@ def test_recipes_are_named_and_missing_evidence_is_said(run):
     assert not any("no committed evidence" in n for n in report.notes(run))
 
 
-def test_single_layers_become_a_heat_map_and_nothing_else(run):
+def test_single_layers_become_a_heat_map_and_nothing_else(run, drawn):
     changed = run.model_copy(deep=True)
     formats = ("P8+4 SR rot", "e4m3 SR + nvfp4")
     names = {a.label: a.name for a in changed.arms}
@@ -167,7 +173,7 @@ def test_single_layers_become_a_heat_map_and_nothing_else(run):
             new = old.model_copy(deep=True, update={"arm": name})
             new.kld.mean = wanted[(label, layer)] = layer * 10.0 ** -len(label)
             changed.comparisons.append(new)
-    before = {f.title for f in plots.figures(run, run.models[0])}
+    before = {f.title for f in drawn[0][("results.json", "tiny-gdn")]}
     found = {f.title: f for f in plots.figures(changed, run.models[0])}
     title = "Divergence by layer and format: tiny-gdn, text"
     assert set(found) == before | {title}
