@@ -56,9 +56,8 @@ def test_saved_launches_are_taken_and_forgotten(kind, tmp_path):
             found = [module.launch_for(DESIGNS[name], b) for b in (1, 8, 255, 256, 512)]
             assert found == [small, small, small, large, large]
         assert module.launch_for(DESIGNS["fp32"], 8) != small
-        task = warm.shrink(
-            warm.tasks_of(OPS[f"{kind}_decode"], [default_of(kind)], [512], [design])[0]
-        )
+        op = OPS[f"{kind}_decode"]
+        task = warm.shrink(warm.tasks_of(op, [op.default], [512], [design])[0])
         assert task.batch == 16 and dict(task.launch) == dataclasses.asdict(large)
     assert module.launch_for(DESIGNS[design], 256) == table
 
