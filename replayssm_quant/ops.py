@@ -21,6 +21,7 @@ from .kernels.gdn import verify_reference as gdn_verify_reference
 from .kernels.mamba2 import reference as mamba2_reference
 from .kernels.mamba2 import verify_reference as mamba2_verify_reference
 from .state.cache import StepRows, VerifyRows, write_state
+from .state.cache import compact as compact_reference
 from .state.layout import StateViews
 
 IMPLS = ("reference", "triton")
@@ -185,6 +186,17 @@ def gdn_load(
     module = _triton("gdn", views.ckpt, impl)
     load = gdn_reference.load_state if module is None else module.load_state
     return load(views, config, rows)
+
+
+def compact(
+    views: StateViews, rows: VerifyRows, path: torch.Tensor, *, impl: str | None = None
+) -> None:
+    """Move the accepted path of a tree of drafts to the front; see ``state.cache.compact``.
+
+    path int32 [b, T]: the accepted tokens' indices, ascending, then -1.
+    """
+    module = _triton("common", views.ckpt, impl, "verify")
+    (compact_reference if module is None else module.compact)(views, rows, path)
 
 
 def store_state(

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from ...formats.rotation import block_of, signs
 from ...state.cache import VerifyRows
+from ...state.layout import StateViews
 from .planes import PTX, code_values, e4m3_scale, e8m0_scale, element_bits_of, load_words
 
 TOKENS = tl.constexpr(8)
@@ -217,6 +218,48 @@ def seen_dot(inputs, now, weight, base, count, ancestors_ptr, TREE: tl.constexpr
     else:
         y = window_dot(inputs, weight)
     return y
+
+
+@triton.jit
+def verify_compact_kernel(
+    ring_ptr, path_ptr, slot_ptr, valid_ptr, flush_ptr,
+    ring_stride, width,
+    ENTRY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row's accepted tokens to the front of its step's ring entries, ENTRY numbers each.
+
+    path int32 [b, width]. A token never moves up and the path ascends, so nothing that is still to
+    be read is written over.
+    """
+    i_b = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_ptr + i_b).to(tl.int64)
+    if slot < 0:
+        return
+    base = tl.where(tl.load(flush_ptr + i_b).to(tl.int32) != 0, 0, tl.load(valid_ptr + i_b))
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ring = ring_ptr + slot * ring_stride + base * ENTRY + at
+    for i in range(width):
+        source = tl.load(path_ptr + i_b * width + i)
+        ok = (at < ENTRY) & (source > i)
+        tl.store(ring + i * ENTRY, tl.load(ring + source * ENTRY, mask=ok, other=0), mask=ok)
+
+
+def compact(views: StateViews, rows: VerifyRows, path: torch.Tensor) -> None:
+    """``state.cache.compact`` without waiting for the device; path int32 [b, T]."""
+    if path.dtype != torch.int32 or path.shape[:1] != rows.slots.shape or path.ndim != 2:
+        raise ValueError(f"path is {path.dtype} {tuple(path.shape)}; it must be int32 [b, T]")
+    check_devices(views.ckpt.device, rows, {"path": path}, path.shape[1])
+    batch, width = path.shape
+    if batch == 0:
+        return
+    path = path.contiguous()
+    for name, ring in views.tensors().items():
+        if name.startswith("ring"):
+            entry = ring[0, 0].numel()
+            verify_compact_kernel[(batch, triton.cdiv(entry, 1024))](
+                ring, path, rows.slots, rows.valid, rows.flush, ring.stride(0), width,
+                ENTRY=entry, BLOCK=min(1024, triton.next_power_of_2(entry)),
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,8 @@ for op, geometry, config in cases:
         else:
             inputs = (narrow, narrow, wide, gates, gates)
             ops.gdn_verify(pool.views[0], config, rows, *inputs, impl="triton")
+        path = torch.zeros(2, 4, dtype=torch.int32)
+        ops.compact(pool.views[0], rows, path, impl="triton")
     launches += [launch for launch in more if launch.name.startswith("verify")]
     for launch in launches:
         m = disassemble(launch)

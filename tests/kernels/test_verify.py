@@ -311,6 +311,23 @@ def test_a_tree_and_its_chains(small, device: torch.device) -> None:
     torch.testing.assert_close(got[0, [0, 2, 3]], chain[0, :3], rtol=1e-4, atol=1e-5)
 
 
+def test_an_accepted_path_is_moved(small, device: torch.device) -> None:
+    """By the kernel as by the reference, in every byte; padding rows move nothing."""
+    layer = started(small, device, batch=3)
+    count = torch.tensor([4, 4, 3], device=device)
+    slots = layer.slots.clone()
+    slots[2] = PAD_SLOT
+    rows = layer.pool.verify_rows(slots, count)
+    layer.call(layer.pool.views[0], rows, layer.inputs(count, 4), False)
+    paths = torch.tensor([[1, 3, -1, -1], [0, 2, 3, -1], [1, 2, -1, -1]], device=device)
+    pages = [layer.pool.pages[0].clone() for _ in range(2)]
+    for page, impl in zip(pages, ("reference", "triton"), strict=True):
+        ops.compact(layer.pool.layouts[0].views(page), rows, paths.int(), impl=impl)
+    assert torch.equal(*pages) and not torch.equal(pages[0], layer.pool.pages[0])
+    with pytest.raises(ValueError, match="path is torch.int64"):
+        ops.compact(layer.pool.views[0], rows, paths, impl="triton")
+
+
 def test_a_row_depends_on_nothing_beside_it(small, device: torch.device) -> None:
     """Alone, or in another row beside padding, or with rows to spare: y and bytes are the same."""
     layer = started(small, device, batch=3)
