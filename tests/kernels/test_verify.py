@@ -378,6 +378,49 @@ def test_one_token_is_a_plain_step(small, device: torch.device) -> None:
         assert torch.equal(a, b), name
 
 
+def test_a_plain_flush_of_a_full_ring(small, device: torch.device) -> None:
+    """L - 1 + T committed inputs and a plain step's own token, folded by the decode kernels."""
+    layer = Layer(small, flags("fp16", "nvfp4", buffer_len=2), device, batch=1)
+    for kept in (1, 4):
+        layer.step([4], [kept], 4)
+    layer.pool.commit(layer.slots, layer.accepted)
+    rows = layer.pool.rows(layer.slots)
+    assert rows.valid.tolist() == [5] and rows.flush.tolist() == [True]
+    x = [t[:, 0] for t in layer.inputs(torch.tensor([1], device=device), 1)]
+    pages, found = layer.pool.pages[0].clone(), []
+    for impl in ("reference", "triton"):
+        views = layer.pool.layouts[0].views(pages.clone())
+        if small.kind == "mamba2":
+            w = layer.weights
+            y = ops.mamba2_decode(views, layer.config, rows, *x[:2], w["A"], *x[2:4], impl=impl)
+        else:
+            y = ops.gdn_decode(views, layer.config, rows, *x, impl=impl)
+        found.append((y, read_checkpoint(views, layer.config, rows.slots)))
+    assert relative(found[1][0], found[0][0]) < 1e-5
+    assert relative(found[1][1], found[0][1]) < 4e-3
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "gdn"])
+def test_blocks_of_rows_change_nothing(kind: str, device: torch.device, monkeypatch) -> None:
+    """40 rows a head in one block, or in three of which the last is half empty: the same bits."""
+    from replayssm_quant.kernels.common.verify import LaunchConfig
+    from replayssm_quant.kernels.gdn import verify as gdn
+    from replayssm_quant.kernels.mamba2 import verify as mamba2
+
+    layer = started(LayerGeometry(kind, 1, 40, 128, 1), device, batch=1)
+    count = torch.tensor([4], device=device)
+    inputs = layer.inputs(count, 4)
+    rows = layer.pool.verify_rows(layer.slots, count)
+    pages, found = layer.pool.pages[0].clone(), []
+    for block in (64, 16):
+        for module in (mamba2, gdn):
+            monkeypatch.setattr(module, "LAUNCH", LaunchConfig(block, 1))
+        views = layer.pool.layouts[0].views(pages.clone())
+        found.append((layer.call(views, rows, inputs, False), views.ckpt.clone()))
+    assert torch.equal(found[0][0], found[1][0]) and found[0][0].any()
+    assert torch.equal(found[0][1], found[1][1])
+
+
 def test_packed_gdn_inputs(device: torch.device) -> None:
     """q, k, v in one buffer and raw gates: the same step as with separate tensors."""
     from replayssm_quant.kernels.gdn.reference import gates
