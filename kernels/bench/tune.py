@@ -42,6 +42,7 @@ SEARCH: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
                 "heads=4,rows=32,ahead=1",
                 "heads=8,rows=32,ahead=1",
                 "heads=4,rows=32,ahead=1,prepare_warps=1",
+                "heads=4,rows=32,ahead=1,prepare_warps=2",
                 "rows=32,share=13",
                 "rows=64,share=8",
             ),

@@ -195,15 +195,19 @@ def prepare_kernel(
     ROTATE: tl.constexpr, DOT: tl.constexpr, LP: tl.constexpr, WARPS: tl.constexpr,
     OUTPUT: tl.constexpr, MATRIX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """EARLY: programs of the next launch may start."""
+    """Grid [b + 1, HK]: the row after the last lists the rows that flush.
+
+    EARLY: programs of the next launch may start.
+    """
     if EARLY:
         dependents_may_start()
     i_b, i_k = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if (i_b == 0) & (i_k == 0):
-        list_flushes(slot_ptr, flush_ptr, list_ptr, batch, L == 1)
-    slot = tl.load(slot_ptr + i_b).to(tl.int64)
-    if slot < 0:
+    if i_b == batch:
+        if i_k == 0:
+            list_flushes(slot_ptr, flush_ptr, list_ptr, batch, L == 1)
         return
+    # nothing that can be asked for waits for what was asked before
+    slot = tl.load(slot_ptr + i_b).to(tl.int64)
     flush = L == 1
     if L > 1:
         flush = tl.load(flush_ptr + i_b).to(tl.int32) != 0
@@ -215,6 +219,13 @@ def prepare_kernel(
     head_ok = part < PER
     gate = head * GW + n % GW if GW > 1 else head
     gate_ok = head_ok & n_ok if GW > 1 else head_ok
+    q = tl.load(q_ptr + i_b * q_stride + i_k * K + n, mask=n_ok, other=0.0).to(tl.float32)
+    k_raw = tl.load(k_ptr + i_b * k_stride + i_k * K + n, mask=n_ok, other=0.0)
+    k_raw = k_raw.to(ring_k_ptr.dtype.element_ty)
+    g = tl.load(g_ptr + i_b * g_stride + gate, mask=gate_ok, other=0.0).to(tl.float32)
+    beta = tl.load(beta_ptr + i_b * beta_stride + head, mask=head_ok, other=0.0).to(tl.float32)
+    if slot < 0:
+        return
     ring_k = ring_k_ptr + slot * ring_k_stride + i_k * K + n
     ring_g = ring_g_ptr + slot * ring_g_stride + gate
     ring_beta = ring_beta_ptr + slot * ring_beta_stride + head
@@ -229,11 +240,6 @@ def prepare_kernel(
     _fetch(ring_g_ptr + slot * ring_g_stride + token * (HV * GW) + i_k * (PER * GW))
     _fetch(ring_beta_ptr + slot * ring_beta_stride + token * HV + i_k * PER)
     _fetch(ring_rk_ptr + slot * ring_rk_stride + token * HK + i_k)
-    q = tl.load(q_ptr + i_b * q_stride + i_k * K + n, mask=n_ok, other=0.0).to(tl.float32)
-    k_raw = tl.load(k_ptr + i_b * k_stride + i_k * K + n, mask=n_ok, other=0.0)
-    k_raw = k_raw.to(ring_k_ptr.dtype.element_ty)
-    g = tl.load(g_ptr + i_b * g_stride + gate, mask=gate_ok, other=0.0).to(tl.float32)
-    beta = tl.load(beta_ptr + i_b * beta_stride + head, mask=head_ok, other=0.0).to(tl.float32)
     if RAW_GATES:
         A_log = tl.load(A_log_ptr + head, mask=head_ok, other=0.0).to(tl.float32)
         bias = tl.load(dt_bias_ptr + head, mask=head_ok, other=0.0).to(tl.float32)

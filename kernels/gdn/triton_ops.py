@@ -215,7 +215,7 @@ def _run(
     padded = triton.next_power_of_2(n)
     matrix = matrix_path(PTX.value, n, plane_sizes["OUTPUT"]) != "" and width % 8 == 0
     start = starts_early(device) and length > 1 and readout
-    prepare_kernel[(batch, hk)](
+    prepare_kernel[(batch + 1, hk)](
         q, k, v, g, beta,
         rate if A_log is None else A_log,
         rate if dt_bias is None else dt_bias,

@@ -40,20 +40,23 @@ def prepare_kernel(
     LP the decay exp(a) of the whole window, at LP + 1 the weight of this token (and D, one a head,
     if HAS_D).
 
-    PER = H / G heads a group, PERP padded. With L = 1 every row flushes. EARLY: programs of the
-    next launch may start.
+    PER = H / G heads a group, PERP padded. Grid [G, b + 1]: the row after the last lists the rows
+    that flush (with L = 1 all). EARLY: programs of the next launch may start.
     """
     if EARLY:
         dependents_may_start()
     i_g, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if (i_b == 0) & (i_g == 0):
-        list_flushes(slot_ptr, flush_ptr, list_ptr, batch, L == 1)
-    slot = tl.load(slot_ptr + i_b).to(tl.int64)
-    if slot < 0:
+    if i_b == batch:
+        if i_g == 0:
+            list_flushes(slot_ptr, flush_ptr, list_ptr, batch, L == 1)
         return
+    slot = tl.load(slot_ptr + i_b).to(tl.int64)
     flush = L == 1
     if L > 1:
         flush = tl.load(flush_ptr + i_b).to(tl.int32) != 0
+    valid = tl.load(valid_ptr + i_b)
+    if slot < 0:
+        return
     if flush:
         leave_window(
             i_g, i_b, slot, dt_ptr, B_ptr, C_ptr, A_ptr, bias_ptr, rotation_ptr,
@@ -62,7 +65,6 @@ def prepare_kernel(
             H, G, N, NP, WP, FLUSH_LP, PER, PERP, TERMS, WARPS, ROTATE, BLOCK, SOFTPLUS, HAS_BIAS,
         )  # fmt: skip
     else:
-        valid = tl.load(valid_ptr + i_b)
         token, n, head = tl.arange(0, LP), tl.arange(0, NP), tl.arange(0, PERP)
         head_ok, n_ok = head < PER, n < N
         first = i_g * PER

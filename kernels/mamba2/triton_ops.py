@@ -207,7 +207,7 @@ def _run(
     }
     control = {"slot_ptr": rows.slots, "valid_ptr": rows.valid, "flush_ptr": rows.flush}
     common = {"H": heads, "G": groups, "N": n, "WP": wp, "OUTPUT": sizes["OUTPUT"]}
-    prepare_kernel[(groups, batch)](
+    prepare_kernel[(groups, batch + 1)](
         dt, B, C, A, A if D is None else D, A if dt_bias is None else dt_bias,
         signs(n, device) if config.rotate else A,
         rotation_table(n, device) if config.rotate else A,
@@ -219,6 +219,7 @@ def _run(
         MATRIX=matrix, ROTATE=config.rotate, BLOCK=block_of(n), SOFTPLUS=dt_softplus,
         HAS_BIAS=dt_bias is not None, HAS_D=D is not None and D.ndim == 1, EARLY=start,
         num_warps=launch.prepare_warps, **control, **reading, **flushing, **common,
+        **register_limit(128 if launch.prepare_warps == 1 else 255),  # all of 256 rows at once
     )  # fmt: skip
     count = divisor_up_to(per_group, launch.heads)
     units = batch * heads // count
