@@ -626,10 +626,10 @@ class _Candidates:
         return getattr(self._generator, name)
 
     def get_candidates(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not self._started:
+        ids, logits = self._generator.get_candidates(input_ids, *args, **kwargs)
+        if not self._started:  # asked all the same: an assistant model counts on every call
             self._started = True
             return input_ids, None
-        ids, logits = self._generator.get_candidates(input_ids, *args, **kwargs)
         ids = ids[:, : input_ids.shape[1] + self._drafts]
         return ids, None if logits is None else logits[:, : self._drafts]
 

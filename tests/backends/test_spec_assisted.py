@@ -6,7 +6,13 @@ import inspect
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from replayssm_quant.backends import hf
 from replayssm_quant.config import StateConfig
@@ -112,6 +118,26 @@ def test_split_formats_stay_within_their_noise(assistable, make_ids, formats, mo
 
     # plain decode reads one output in four exactly, at the flush; with drafts none is
     assert noise(ours) <= 3 * max(noise(run) for run in runs) + SAME
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
+def test_an_assistant_model_drafts(build, make_ids, family):
+    """Drafts of another model, most of them wrong, and sampled ones: greedy tokens are the same."""
+    model, ids = build(family), make_ids(1, 9, seed=8)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, pad_token_id=0, eos_token_id=2,
+    )  # fmt: skip
+    assistant = LlamaForCausalLM(config).eval()
+    with hf.split_state(model, FP32):
+        tokens, _, _ = generate(model, ids)
+    with hf.split_state(model, FP32, drafts=4):
+        got, _, _ = generate(model, ids, assistant_model=assistant)
+        sampled = model.generate(
+            ids, max_new_tokens=12, min_new_tokens=12, do_sample=True, assistant_model=assistant
+        )
+    assert torch.equal(got, tokens)
+    assert sampled.shape == (1, 21)
 
 
 def test_prompt_lookup_on_a_repetitive_prompt(build, make_ids):
