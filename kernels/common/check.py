@@ -3,6 +3,8 @@ device."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from ...config import StateConfig
@@ -15,6 +17,24 @@ _ROW_DTYPES = {
     "position": torch.int32,
     "key": torch.int64,
 }
+
+
+LEAST_CAPABILITY = (8, 9)
+"""Compute capability that converts fp8 in hardware, as the kernels' inline PTX does."""
+
+
+@lru_cache(maxsize=32)
+def check_gpu(device: torch.device) -> None:
+    """Raise ValueError for an NVIDIA GPU that the kernels do not run on."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return
+    found = torch.cuda.get_device_capability(device)
+    if found < LEAST_CAPABILITY:
+        raise ValueError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}; "
+            f"the kernels need {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} or later: use "
+            "impl='reference'"
+        )
 
 
 def check_rows(rows: StepRows, device: torch.device) -> None:

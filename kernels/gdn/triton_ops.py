@@ -18,6 +18,7 @@ from ...config import StateConfig
 from ...formats.rotation import block_of, signs, unrotate
 from ...state.cache import StepRows
 from ...state.layout import StateViews
+from ..common.check import check_gpu
 from ..common.launch import (
     beside,
     early,
@@ -106,6 +107,7 @@ def _check_layer(views: StateViews, config: StateConfig, rows: StepRows) -> None
     """Raise TypeError or ValueError for a layer or rows that no kernel takes."""
     if views.ring_k is None or views.ring_v is None or views.ring_g is None:
         raise ValueError("these views belong to a Mamba-2 layer; use mamba2_decode")
+    check_gpu(views.ckpt.device)
     check_state_size(views.ring_v.shape[3], views.ring_k.shape[3])
     views.check_ring(views.ring_k, config.buffer_len)
     if views.ring_g.shape[3] not in (1, views.ring_k.shape[3]):

@@ -13,7 +13,7 @@ from ...config import StateConfig
 from ...formats.rotation import block_of, signs
 from ...state.cache import StepRows
 from ...state.layout import StateViews
-from ..common.check import check_rows, check_tensor, check_views
+from ..common.check import check_gpu, check_rows, check_tensor, check_views
 from ..common.fold import rotation_table
 from ..common.launch import beside, early, multiprocessors, register_limit, rejoin, starts_early
 from ..common.matrix import matrix_path
@@ -109,6 +109,7 @@ def decode_step(
     groups, n = B.shape[1:]
     check_state_size(p, n)
     device = views.ckpt.device
+    check_gpu(device)
     check_rows(rows, device)
     check_views(views, views.ring_x, config)  # type: ignore[arg-type]
     per_head, per_row = ((heads,),), ((batch, heads, p),)
