@@ -107,7 +107,8 @@ def _check_layer(views: StateViews, config: StateConfig, rows: StepRows) -> None
     """Raise TypeError or ValueError for a layer or rows that no kernel takes."""
     if views.ring_k is None or views.ring_v is None or views.ring_g is None:
         raise ValueError("these views belong to a Mamba-2 layer; use mamba2_decode")
-    check_gpu(views.ckpt.device)
+    if not torch.compiler.is_compiling():
+        check_gpu(views.ckpt.device)
     check_state_size(views.ring_v.shape[3], views.ring_k.shape[3])
     views.check_ring(views.ring_k, config.buffer_len)
     if views.ring_g.shape[3] not in (1, views.ring_k.shape[3]):
