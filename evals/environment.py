@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -66,3 +67,15 @@ def describe(device: str, threads: int | None = None) -> Environment:
         hardware=name,
         threads=threads or found,
     )
+
+
+def code_digest() -> str:
+    """Sixteen hex digits over the sources that decide a measurement on one machine."""
+    root = Path(replayssm_quant.__file__).resolve().parent
+    digest = hashlib.sha256()
+    for folder in ("formats", "state", "kernels", "backends", "evals"):
+        base = (root / folder).resolve()
+        for path in sorted(base.rglob("*.py")):
+            if not {"bench", "vllm"} & set(path.relative_to(base).parts):
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

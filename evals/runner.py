@@ -31,7 +31,7 @@ from . import suite as suites
 from .arms import Arm, arm, candidate_arms, parse_arm, recipe_arms, reference_arms, story_arms
 from .arms import unique as unique_arms
 from .compare import compare, overall
-from .environment import versions
+from .environment import code_digest, versions
 from .probes import DATA_SEED
 from .schema import (
     SCHEMA,
@@ -321,6 +321,8 @@ def _run_model(plan: Plan, index: int, folder: Path, tick: Callable[[int], None]
         "hardware": described.hardware,
         "packages": {k: v for k, v in versions().items() if k in ("torch", "transformers")},
         "toolkit": described.toolkit,
+        # a run that looks for changes of the code must not resume what older code measured
+        **({"code": code_digest()} if request.suite.recipes is not None else {}),
     }
     for spec, record, docs in zip(plan.specs, plan.tasks, local, strict=True):
         reference, probe = Reference(), None

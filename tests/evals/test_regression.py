@@ -186,3 +186,26 @@ def test_accept_writes_what_check_passes_against(tmp_path, tiny_gdn, capsys) -> 
     baseline.write_text("{}")
     assert door.main(["check", *common]) == 2
     assert "schema 'None'" in capsys.readouterr().err
+
+
+def test_what_older_code_measured_is_not_resumed(tmp_path, tiny_gdn, monkeypatch) -> None:
+    from replayssm_quant.evals import measure, runner
+
+    suite = {
+        "schema": 1, "name": "mine", "description": "mine", "recipes": ["auto"], "seeds": [0],
+        "tasks": [{"task": "text", "documents": 2, "settings": {"length": 48}}],
+        "gates": [{"metric": "kld_mean", "threshold": 1.0}],
+    }  # fmt: skip
+    path = tmp_path / "mine.yaml"
+    path.write_text(json.dumps(suite))
+    calls = []
+    real = measure.measure_streams
+    monkeypatch.setattr(
+        measure, "measure_streams", lambda *a, **k: calls.append(a[2].role) or real(*a, **k)
+    )
+    args = ["check", "--suite", str(path), "--model", str(tiny_gdn), "--quiet"]
+    args += ["--out", str(tmp_path / "out")]
+    assert door.main(args) == 0 and calls == ["reference", "floor", "candidate"]
+    assert door.main(args) == 0 and len(calls) == 3
+    monkeypatch.setattr(runner, "code_digest", lambda: "newer")
+    assert door.main(args) == 0 and len(calls) == 6
