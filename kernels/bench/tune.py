@@ -24,10 +24,12 @@ from ...config import StateConfig
 from .registry import DESIGNS, OPS, Inputs, Op, Problem, Step
 from .run import Pass, Red, Settings, gate_step, interleave, write_json
 
-_FLUSH = tuple(
-    f"overlap={overlap},flush={flush}"
-    for overlap, counts in ((0, (16,)), (2, (2, 3, 4, 6, 8)), (1, (2, 4)))
-    for flush in counts
+_FLUSH = (
+    "overlap=0,flush=16",
+    "overlap=0,flush=12,flush_registers=168",
+    *(f"overlap=2,flush={n}" for n in (3, 4, 6, 8)),
+    "overlap=2,flush=4,flush_registers=168",
+    *(f"overlap=1,flush={n}" for n in (2, 4)),
 )
 SEARCH: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "mamba2": (

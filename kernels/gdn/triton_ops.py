@@ -57,7 +57,7 @@ class LaunchConfig:
     registers: int = 255
     flush: int = 16
     overlap: int = 0
-    flush_registers: int = 168
+    flush_registers: int = 128
     dot_from: int = 5
 
 
