@@ -56,7 +56,8 @@ class Arm:
             return "fp32 again"
         if self.config is None:
             return "fp32"
-        label = self.config.label
+        labels = list(dict.fromkeys(c.label for c in self.configs))
+        label = " / ".join(labels) if len(labels) <= 3 else f"{len(labels)} formats"
         return f"{self.recipe} ({label})" if self.recipe else label
 
     @property

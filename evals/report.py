@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -198,16 +199,27 @@ def without_evidence(run: RunRecord) -> list[str]:
         for model in run.models if a.recipe else ():
             if model.name not in a.bytes:
                 continue
-            try:
-                known = recipes.resolve(a.recipe).has_evidence(model.name)
-            except ValueError:  # a recipe file of the user's own that is not here any more
-                known = False
+            known = False
+            for name in (a.recipe, run.settings.get("recipe")):  # a file's label is not its path
+                with contextlib.suppress(ValueError):  # a file that is not here any more
+                    found = recipes.resolve(name) if name and name != "auto" else None
+                    same = found is not None and found.label == a.recipe
+                    known = known or (same and found.has_evidence(model.name))
             if not known:
                 lines.append(
                     f"- recipe {a.recipe} has no committed evidence on {model.name}: what is "
                     "measured here is all there is"
                 )
     return lines
+
+
+def gate_lines(run: RunRecord) -> list[str]:
+    """A line for each gate of the run, those that did not pass first."""
+    order = ("FAIL", "INCONCLUSIVE", "NOT-LEARNED", "PASS")
+    return [
+        f"- gate {g.verdict}: {g.model}, {g.task}, {label_of(_arm(run, g.arm))}: {g.reason}"
+        for g in sorted(run.gates, key=lambda g: order.index(g.verdict))
+    ]
 
 
 def worst(found: Sequence[Comparison]) -> str:
@@ -440,6 +452,8 @@ def notes(run: RunRecord) -> list[str]:
     ]
     if reasons:
         lines.append("\n".join(reasons))
+    if run.gates:
+        lines.append("\n".join(gate_lines(run)))
     ring = next((b.ring_dtype for a in run.arms for b in a.bytes.values()), "bf16")
     text = (
         "KLD: KL(fp32 || it) in nats at the scored tokens, mean over rounding seeds. `fp32 again`: "
@@ -466,6 +480,10 @@ def summary_line(run: RunRecord) -> str:
         if c.role == "candidate":
             counts[c.verdict] = counts.get(c.verdict, 0) + 1
     text = ", ".join(f"{n} {v}" for v, n in sorted(counts.items())) or "no candidate"
+    if run.gates:
+        words = sorted({g.verdict for g in run.gates})
+        each = (f"{sum(g.verdict == w for g in run.gates)} {w}" for w in words)
+        text += f"; gates {', '.join(each)}"
     return f"verdict {run.verdict} ({text}) after {run.seconds:.0f} s"
 
 

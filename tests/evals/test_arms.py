@@ -123,3 +123,13 @@ def test_recipe_arms_follow_the_recipe() -> None:
     assert set(chosen.configs) == set(resolved.configs(GEOMETRY).values())
     with pytest.raises(ValueError, match="unknown recipe 'mumba2': did you mean 'mamba2'"):
         arms.recipe_arms("mumba2", GEOMETRY, config, "some-model")
+
+
+def test_an_arm_of_several_formats_names_them() -> None:
+    texts = ("fp16:same", "int8:same:rot", "P4+4", "P8+4")
+    configs = [arms.parse_arm(t) for t in texts]
+    two = arms.Arm("x", "candidate", configs[0], dict(enumerate(configs[:2])), "mine")
+    assert two.label == "mine (fp16 SR shared / int8 SR rot shared)"
+    same = arms.Arm("x", "candidate", configs[0], {1: configs[0], 5: configs[0]})
+    assert same.label == "fp16 SR shared"
+    assert arms.Arm("x", "candidate", configs[0], dict(enumerate(configs))).label == "4 formats"

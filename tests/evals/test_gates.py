@@ -204,6 +204,8 @@ def test_a_recipes_gates_decide_a_run_of_it(tiny_gdn: Path, tmp_path: Path) -> N
         (found,) = run.gates  # the task that was not run decides nothing
         assert (found.metric, found.threshold, found.task) == ("kld_mean", threshold, "text")
         assert found.verdict == ("FAIL" if threshold < 1e-6 else "PASS") == run.verdict
+        line = f"- gate {found.verdict}: tiny-gdn, text, mine (e4m3 SR shared): mean KLD"
+        assert line in (out / "report.md").read_text()
     assert codes == {1e-12: 1, 1.0: 0}
 
 
