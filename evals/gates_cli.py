@@ -30,10 +30,11 @@ def _request(args: argparse.Namespace, command: list[str], out: Path | None) -> 
         suite = suite.model_copy(update={"gates": (), "baseline": None})
     asked = [m for text in args.model or () for m in text.split(",")]
     found = [models.resolve(name) for name in asked] or models.default_models()
+    ours = all(m.source == "shipped" for m in found)
     return runner.Request(
         models=tuple(found),
         suite=suite,
-        tasks=tuple(suites.pick(names, suite) if names else suite.tasks),
+        tasks=tuple(suites.pick(names, suite) if names else suites.tasks_for(suite, ours)),
         seeds=suite.seeds or (0, 1, 2),
         documents=args.limit,
         batch_size=args.batch_size,
