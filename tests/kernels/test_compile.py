@@ -16,7 +16,7 @@ import replayssm_quant  # noqa: E402
 
 ROOT = Path(replayssm_quant.__file__).resolve().parents[1]
 SCRIPT = """
-import importlib, json, pkgutil, sys
+import dataclasses, importlib, json, pkgutil, sys
 import torch
 torch.set_num_threads(1)
 import triton
@@ -24,6 +24,7 @@ from replayssm_quant import ops
 from replayssm_quant.config import StateConfig
 from replayssm_quant.kernels import common, gdn, mamba2
 from replayssm_quant.kernels.bench.inspect_sass import compile_only, disassemble
+from replayssm_quant.kernels.bench.tune import kernels_of, launcher
 from replayssm_quant.kernels.bench.registry import OPS, Problem, call, random_state
 from replayssm_quant.state.cache import StatePool
 from replayssm_quant.state.geometry import LayerGeometry
@@ -40,6 +41,7 @@ cases = {
     ],
     100: [
         (mamba, LayerGeometry("mamba2", 12, 80, 128, 1), flags("P4+8", rotate=True)),
+        (mamba, LayerGeometry("mamba2", 2, 64, 16, 1), flags("fp16", "same", buffer_len=1)),
         (delta, LayerGeometry("gdn", 2, 64, 64, 1), flags("e4m3", "same")),
     ],
 }[arch]
@@ -47,6 +49,13 @@ for op, geometry, config in cases:
     problem = Problem(op, geometry, config, 2, device=torch.device("cpu"), sets=1)
     step = problem.steps("mix")[0]
     with compile_only(arch) as launches:
+        module = kernels_of(op.kind)
+        launch = module.launch_for(config, 256)
+        changes = [{"overlap": 0}, {"overlap": 1}]
+        if op.kind == "mamba2":
+            changes[0]["share"] = 8
+        for change in changes:
+            launcher(module, problem, dataclasses.replace(launch, **change))(step)
         problem.run(step, "triton")
         state = random_state(geometry, 2, 0, torch.device("cpu"))
         ops.store_state(problem.views, config, step.rows, state, impl="triton")
@@ -102,10 +111,11 @@ def test_every_kernel_compiles(arch: int, tmp_path: Path) -> None:
     report = json.loads(done.stdout.splitlines()[-1])
     assert set(report["found"]) == set(report["kernels"])
     for name, machines in report["found"].items():
+        bounded = name in ("flush_kernel", "prepare_kernel")  # for more programs at once
         for registers, spills, instructions in machines:
             assert instructions > 20, name
             text = f"{name}: {spills} local loads and stores, {registers} registers"
-            assert spills <= instructions // 100, text
+            assert spills <= instructions // (20 if bounded else 100), text
 
 
 def test_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
