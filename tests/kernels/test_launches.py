@@ -1,0 +1,85 @@
+"""However a step is launched, the same bytes are stored and the same output comes out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from replayssm_quant.config import StateConfig
+from replayssm_quant.kernels.bench.registry import OPS, Problem
+from replayssm_quant.kernels.bench.tune import kernels_of, launcher
+from replayssm_quant.state.geometry import LayerGeometry
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CHANGES = {
+    "mamba2": (
+        {"heads": 1, "rows": 32},
+        {"heads": 4, "rows": 64, "ahead": 1},
+        {"rows": 32, "share": 3},
+        {"overlap": 1, "flush": 2},
+        {"overlap": 2, "flush": 3},
+        {"prepare_warps": 1, "flush_registers": 255},
+    ),
+    "gdn": (
+        {"rows": 32, "blocks": 2},
+        {"rows": 32, "blocks": 2, "ahead": 1},
+        {"overlap": 1, "flush": 2},
+        {"overlap": 2, "flush": 3},
+        {"flush_registers": 255},
+    ),
+}
+
+
+def problem(kind: str, config: StateConfig, large: bool) -> Problem:
+    size = (8, 64, 128, 2) if kind == "mamba2" else (4, 128, 128, 2)
+    geometry = LayerGeometry(kind, *(size if large else (4, 16, 16, 2)))
+    dtype = torch.bfloat16 if large else torch.float32
+    batch = 9 if large else 3
+    made = Problem(
+        OPS[f"{kind}_decode"], geometry, config, batch, device=DEVICE, dtype=dtype, sets=1
+    )
+    slots = made.slots[0].clone()
+    slots[1] = -1
+    flush = [i % 3 == 0 for i in range(batch)]
+    valid = [made.config.buffer_len - 1 if f else (5 * i) % 3 for i, f in enumerate(flush)]
+    step = made.steps("mix")[0]
+    made.taken = dataclasses.replace(step, rows=made.rows(slots, valid, flush))  # type: ignore[attr-defined]
+    return made
+
+
+def check(kind: str, config: StateConfig, large: bool, changes) -> None:
+    made = problem(kind, config, large)
+    module = kernels_of(kind)
+    default = dataclasses.replace(module.launch_for(config, 1), overlap=0)
+    before = made.pages.clone()
+    want, pages = None, None
+    for change in ({}, *changes):
+        made.pages.copy_(before)
+        got = launcher(module, made, dataclasses.replace(default, **change))(made.taken)
+        assert not torch.equal(made.pages, before)
+        assert not got[1].any()
+        if want is None:
+            want, pages = got, made.pages.clone()
+            assert torch.isfinite(want).all()
+        assert torch.equal(made.pages, pages), change
+        assert torch.equal(got, want), change
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_launches_change_no_bit(kind: str) -> None:
+    check(kind, StateConfig.from_flags("fp16", "nvfp4", buffer_len=4), False, CHANGES[kind][:4])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", CHANGES)
+@pytest.mark.parametrize(
+    "formats", [("fp16", "nvfp4"), ("P4+8", None), ("P8+4", None), ("e4m3", "same")]
+)
+def test_launches_change_no_bit_on_a_gpu(kind: str, formats: tuple[str, str | None]) -> None:
+    rotate = formats[0].startswith("P")
+    config = StateConfig.from_flags(*formats, buffer_len=16, rotate=rotate)
+    check(kind, config, True, CHANGES[kind])
