@@ -1,4 +1,8 @@
-"""However a step is launched, the same bytes are stored and the same output comes out."""
+"""However a step is launched, the same bytes are stored and the same output comes out.
+
+On a GPU the compiler may fuse the products of an output differently, so there y may differ by a
+rounding; what is stored may not.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +70,8 @@ def check(kind: str, config: StateConfig, large: bool, changes) -> None:
             want, pages = got, made.pages.clone()
             assert torch.isfinite(want).all()
         assert torch.equal(made.pages, pages), change
-        assert torch.equal(got, want), change
+        error = float((got.double() - want.double()).norm() / want.double().norm())
+        assert error <= (1e-3 if large else 0.0), change
 
 
 @pytest.mark.parametrize("kind", CHANGES)
