@@ -57,8 +57,9 @@ def finished(tiny_gdn: Path, data: Path, tmp_path_factory) -> Path:
         json.dumps({"schema": 1, "name": "three", "description": "three", "tasks": tasks})
     )
     code = door.main(
-        ["--model", str(tiny_gdn), "--suite", str(suite), "--data-dir", str(data), "--update-dtype", "int8", "--output-dtype", "nvfp4", "--seeds",
-         "0", "--limit", "2", "--quiet", "--device", "cpu", "--out", str(out)]
+        ["--model", str(tiny_gdn), "--suite", str(suite), "--data-dir", str(data),
+         "--update-dtype", "int8", "--output-dtype", "nvfp4", "--seeds", "0", "--limit", "2",
+         "--quiet", "--device", "cpu", "--out", str(out)]
     )  # fmt: skip
     assert code == 0
     return out
