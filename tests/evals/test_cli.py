@@ -180,7 +180,11 @@ def test_a_format_that_does_not_fit_the_model_is_refused(tmp_path, capsys) -> No
 
 @pytest.mark.parametrize(
     "text, message",
-    [(None, "holds no result file"), ("{", "not valid JSON"), ('{"schema_version": "x"}', "schema 'x'")],
+    [
+        (None, "holds no result file"),
+        ("{", "not valid JSON"),
+        ('{"schema_version": "x"}', "schema 'x'"),
+    ],
 )
 def test_report_refuses_what_is_no_result(tmp_path, capsys, text, message) -> None:
     if text is not None:
