@@ -14,7 +14,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .report import finite_kld, group_of, label_of, nats, percent, recipes_of, size
+from .report import (
+    finite_kld,
+    group_of,
+    label_of,
+    layer_cells,
+    layer_table,
+    nats,
+    percent,
+    recipes_of,
+    size,
+)
 from .schema import ArmRecord, Comparison, ModelRecord, ResultError, RunRecord, TaskRecord
 
 INK, MUTED, GRID, PAPER, BAND, HEAT = (f"#0{i}0{i}0{i}" for i in range(1, 7))
@@ -219,11 +229,11 @@ def _arms(run: RunRecord) -> dict[str, ArmRecord]:
     return {a.name: a for a in run.arms}
 
 
-def _found(run: RunRecord, model: str, task: str, layers: bool = False) -> list[Comparison]:
-    """Comparisons of a task, without (or with) states that one layer alone is in."""
+def _found(run: RunRecord, model: str, task: str) -> list[Comparison]:
+    """Comparisons of a task, without states that one layer alone is in."""
     single = {a.name for a in run.arms if a.layers is not None and len(a.layers) == 1}
     found = [c for c in run.comparisons if (c.model, c.task) == (model, task)]
-    return [c for c in found if layers or c.arm not in single]
+    return [c for c in found if c.arm not in single]
 
 
 def _picked(
@@ -414,12 +424,7 @@ def forest(run: RunRecord, model: ModelRecord, task: TaskRecord) -> Figure | Non
 
 def layers(run: RunRecord, model: ModelRecord, task: TaskRecord) -> Figure | None:
     """Divergence with one layer at a time stored in a format, every other in fp32."""
-    arms = _arms(run)
-    cells: dict[tuple[str, int], float] = {}
-    for c in _found(run, model.name, task.name, layers=True):
-        a = arms[c.arm]
-        if a.layers is not None and len(a.layers) == 1 and c.kld is not None:
-            cells[(a.label, int(next(iter(a.layers))))] = c.kld.mean
+    cells = layer_cells(run, model, task)
     formats = list(dict.fromkeys(f for f, _ in cells))
     rows_of = sorted({i for _, i in cells})
     if len(rows_of) < 2 or len(formats) < 2:
@@ -449,8 +454,7 @@ def layers(run: RunRecord, model: ModelRecord, task: TaskRecord) -> Figure | Non
         for side in ax.spines.values():
             side.set_visible(False)
 
-    rows = [[f, *(nats(cells.get((f, i))) for i in rows_of)] for f in formats]
-    head = ["state", *(f"layer {i}" for i in rows_of)]
+    head, rows = layer_table(run, model, task)
     note = "Mean KLD, nats a token, with this layer alone in the format and the others in fp32. "
     note += "The stronger the colour, the larger, on a logarithmic scale."
     height = 0.6 + 0.32 * len(formats)

@@ -222,6 +222,29 @@ def gate_lines(run: RunRecord) -> list[str]:
     ]
 
 
+def layer_cells(
+    run: RunRecord, model: ModelRecord, task: TaskRecord
+) -> dict[tuple[str, int], float]:
+    """Mean divergence of states that one layer alone is in, by (label, layer)."""
+    arms = {a.name: a for a in run.arms}
+    cells = {}
+    for c in _find(run, model.name, task.name):
+        a = arms[c.arm]
+        if a.layers is not None and len(a.layers) == 1 and c.kld is not None:
+            cells[(a.label, int(next(iter(a.layers))))] = c.kld.mean
+    return cells
+
+
+def layer_table(run: RunRecord, model: ModelRecord, task: TaskRecord) -> Table:
+    """``layer_cells`` as a table, states by layers."""
+    cells = layer_cells(run, model, task)
+    layers = sorted({i for _, i in cells})
+    rows = [
+        [f, *(nats(cells.get((f, i))) for i in layers)] for f in dict.fromkeys(k[0] for k in cells)
+    ]
+    return ["state", *(f"layer {i}" for i in layers)], rows
+
+
 def worst(found: Sequence[Comparison]) -> str:
     """One verdict for an arm's comparisons: an unlearned task says nothing beside a learned one."""
     verdicts = {c.verdict for c in found}

@@ -26,7 +26,19 @@ from .schema import Comparison, ModelRecord, ResultError, RunRecord, TaskRecord
 
 ROOT = Path(__file__).resolve().parents[1]
 """The checkout: evals/ and recipes/ lie in it, also where they are reached through the package."""
-MATRIX, LONG = "matrix-formats", "matrix-long"
+MATRIX, LONG, LAYERS = "matrix-formats", "matrix-long", "matrix-layers"
+README_TASK = "count"
+NOTES = {
+    LONG: "The larger pair: what `tools/README.md` trains in some minutes, scored eight times "
+    "further than it was trained. The nearest to a real model that can be had here, and still "
+    "none: bytes instead of words, made-up recall and counting, no reasoning, one training run. It "
+    "shows how divergence grows over a long text and whether it levels off; it cannot show what a "
+    "benchmark of a large model loses. Tasks that fp32 itself does not solve at that length are "
+    "marked NOT-LEARNED and say nothing about a format's accuracy; their divergence still does.",
+    LAYERS: "KLD, nats a token, with one layer alone in a format and every other in fp32. The "
+    "larger pair, another training run than the long evaluation's.",
+    "default": "What `python -m replayssm_quant.eval` runs, here to set hardware beside hardware.",
+}
 
 HEAD = """# Results
 
@@ -44,10 +56,6 @@ with every figure. KLD is KL(fp32 || it) in nats at the scored tokens; `fp32 aga
 floor, fp32 summed in another order. Changes are in points against fp32, with paired 95 % intervals
 over documents. A dash: not measured.
 """
-
-
-def _by_suite(runs: Mapping[str, RunRecord], suite: str) -> dict[str, RunRecord]:
-    return {n: r for n, r in runs.items() if r.suite == suite}
 
 
 def _found(run: RunRecord, model: str, task: str) -> dict[str, Comparison]:
@@ -108,19 +116,26 @@ def bytes_table(run: RunRecord, model: ModelRecord) -> str:
 
 
 def _section(name: str, run: RunRecord) -> list[str]:
-    parts = [f"## {name}", report.made_with(run)]
+    parts = [f"## {name}", report.made_with(run), *filter(None, [NOTES.get(run.suite)])]
     for model in run.models:
         parts += [f"### {model.name}", report.model_line(model)]
+        if run.suite == LAYERS:
+            for task in run.tasks:
+                table = report.layer_table(run, model, task)
+                if table[1]:
+                    parts += [f"#### {task.name}", report.markdown_table(*table)]
+            continue
         if run.suite == MATRIX:
             parts += [bytes_table(run, model)]
-            parts.append(f"![Divergence against bytes, {model.name}]({_matrix_name(model)})")
+            if any(t.name == README_TASK for t in run.tasks):
+                parts.append(f"![Divergence against bytes, {model.name}]({_matrix_name(model)})")
         else:
             rows = [report.overview_cells(r) for r in report.overview(run, model)]
             parts += [
                 report.markdown_table(report.OVERVIEW, rows),
                 report.overview_note(run, model),
             ]
-        for task in run.tasks:
+        for task in run.tasks if run.suite != "default" else ():
             tables = report.task_tables(run, model, task)
             if not tables:
                 continue
@@ -227,18 +242,25 @@ def story(run: RunRecord) -> RunRecord:
     return run.model_copy(update={"arms": arms, "comparisons": kept})
 
 
-def _first(runs: Mapping[str, RunRecord], suite: str) -> RunRecord:
-    found = _by_suite(runs, suite)
-    if not found:
-        raise ResultError(
-            f"no committed result of suite {suite}; measure one and put it into evals/results"
-        )
-    return next(iter(found.values()))
+def _first(runs: Mapping[str, RunRecord]) -> RunRecord:
+    """The newest matrix with the README's task, that task alone."""
+    for run in runs.values():
+        if run.suite == MATRIX and any(t.name == README_TASK for t in run.tasks):
+            return run.model_copy(
+                update={
+                    "tasks": [t for t in run.tasks if t.name == README_TASK],
+                    "comparisons": [c for c in run.comparisons if c.task == README_TASK],
+                }
+            )
+    raise ResultError(
+        f"no committed result of suite {MATRIX} with task {README_TASK}; measure one and put it "
+        "into evals/results"
+    )
 
 
 def readme_part(runs: Mapping[str, RunRecord]) -> str:
     """What stands between the README's result marks."""
-    run = _first(runs, MATRIX)
+    run = _first(runs)
     images = " ".join(
         f'<img src="evals/results/pareto-{m.name}.svg" alt="Divergence against bytes a request, '
         f'{m.name}" width="48%">'
@@ -249,7 +271,7 @@ def readme_part(runs: Mapping[str, RunRecord]) -> str:
 
 def figure_files(runs: Mapping[str, RunRecord]) -> dict[str, str]:
     """SVG files by name: the README's states, and for RESULTS.md the whole matrix."""
-    run = _first(runs, MATRIX)
+    run = _first(runs)
     out = {}
     for model in run.models:
         for name, part in ((f"pareto-{model.name}.svg", story(run)), (_matrix_name(model), run)):
