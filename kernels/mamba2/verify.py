@@ -202,7 +202,9 @@ def verify_kernel(
         tl.store(y + start, out.to(y_ptr.dtype.element_ty), mask=ok[:, None] & (t < width)[None, :])
 
 
-LAUNCH = LaunchConfig(rows=128, warps=2)
+LAUNCH = LaunchConfig(rows=64, warps=1)
+"""NVIDIA H200, triton 3.6.0, Super geometry, batch 256, T = 5, commit 1ff25ad, a step without a
+flush: 293 us with nvfp4 (344 with two warps), 295 with P4+8 (287)."""
 
 
 def fold_committed(
