@@ -239,15 +239,15 @@ def _found(run: RunRecord, model: str, task: str) -> list[Comparison]:
 def _picked(
     run: RunRecord, model: ModelRecord, found: Sequence[Comparison], most: int
 ) -> list[Comparison]:
-    """At most ``most`` comparisons in the run's order: recipes, then stochastic rounding at L = 16,
-    then states that are rounded at every token."""
+    """At most ``most`` comparisons in the run's order: recipes, then states that are rounded at
+    every token, then stochastic rounding at L = 16."""
     arms = _arms(run)
 
     def rank(c: Comparison) -> tuple[bool, bool, bool]:
         a = arms[c.arm]
         config = a.config or {}
         usual = config.get("buffer_len") == 16 and config.get("rounding") == "sr"
-        return (not recipes_of(a, model), not usual, group_of(a) != "per-step")
+        return (not recipes_of(a, model), group_of(a) != "per-step", not usual)
 
     kept = sorted(found, key=rank)[:most]
     return [c for c in found if c in kept]

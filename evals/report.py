@@ -256,7 +256,7 @@ def worst(found: Sequence[Comparison]) -> str:
 
 def _overview_tasks(run: RunRecord, model: ModelRecord) -> tuple[str | None, str | None]:
     """The tasks whose divergence and whose accuracy the overview shows: of those that most arms
-    have, the first."""
+    have, the first; accuracy of a task that fp32 has learned, if there is one."""
     found = [c for c in run.comparisons if c.model == model.name]
     likelihood = {t.name for t in run.tasks if t.scored == "likelihood"}
     names = [t.name for t in run.tasks]
@@ -264,9 +264,11 @@ def _overview_tasks(run: RunRecord, model: ModelRecord) -> tuple[str | None, str
     def most(having: list[str]) -> str | None:
         return max(names, key=having.count) if having else None
 
+    scored = [c for c in found if c.task not in likelihood]
+    unlearned = {c.task for c in scored if c.verdict == "NOT-LEARNED"}
     return (
         most([c.task for c in found if c.kld is not None]),
-        most([c.task for c in found if c.task not in likelihood]),
+        most([c.task for c in scored if c.task not in unlearned] or [c.task for c in scored]),
     )
 
 

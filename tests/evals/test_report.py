@@ -205,3 +205,11 @@ def test_an_overview_shows_one_task_for_all_arms(run: RunRecord) -> None:
     run.comparisons.append(run.comparisons[1].model_copy(update={"task": "rare"}))
     rows = report.overview(run, run.models[0])
     assert len(rows) == 2 and {r["accuracy_task"] for r in rows} == {"task"}
+
+
+def test_an_overview_prefers_a_task_that_fp32_has_learned(run: RunRecord) -> None:
+    hard = run.tasks[0].model_copy(update={"name": "hard"})
+    run.tasks.insert(0, hard)
+    unlearned = {"task": "hard", "verdict": "NOT-LEARNED"}
+    run.comparisons += [c.model_copy(update=unlearned) for c in list(run.comparisons)]
+    assert {r["accuracy_task"] for r in report.overview(run, run.models[0])} == {"task"}
