@@ -25,11 +25,10 @@ from .registry import DESIGNS, OPS, Inputs, Op, Problem, Step
 from .run import Pass, Red, Settings, gate_step, interleave, write_json
 
 _FLUSH = (
-    "overlap=0,flush=16",
-    "overlap=0,flush=12,flush_registers=168",
-    *(f"overlap=2,flush={n}" for n in (3, 4, 6, 8)),
-    "overlap=2,flush=4,flush_registers=168",
-    *(f"overlap=1,flush={n}" for n in (2, 4)),
+    "beside=0,flush=16",
+    "beside=0,flush=12,flush_registers=168",
+    *(f"beside=1,flush={n}" for n in (3, 4, 6, 8, 16)),
+    "beside=1,flush=4,flush_registers=168",
 )
 SEARCH: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "mamba2": (
@@ -42,11 +41,7 @@ SEARCH: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
                 "heads=4,rows=64",
                 "heads=4,rows=64,ahead=1",
                 "heads=4,rows=32,ahead=1",
-                "heads=8,rows=32,ahead=1",
-                "heads=4,rows=32,ahead=1,prepare_warps=1",
-                "heads=4,rows=32,ahead=1,prepare_warps=2",
-                "rows=32,share=13",
-                "rows=64,share=8",
+                "heads=2,rows=64,prepare_warps=4",
             ),
         ),
         ("mix", _FLUSH),

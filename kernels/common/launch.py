@@ -58,9 +58,9 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @contextlib.contextmanager
-def beside(device: torch.device, apart: bool) -> Iterator[None]:
-    """Launches within run beside those that follow, until ``rejoin``; not if ``apart``."""
-    if apart or device.type != "cuda":
+def beside(device: torch.device) -> Iterator[None]:
+    """Launches within run beside those that follow, until ``rejoin``."""
+    if device.type != "cuda":
         yield
         return
     side = _side_stream(device)
@@ -69,9 +69,9 @@ def beside(device: torch.device, apart: bool) -> Iterator[None]:
         yield
 
 
-def rejoin(device: torch.device, apart: bool) -> None:
+def rejoin(device: torch.device) -> None:
     """Wait for what was launched ``beside``."""
-    if not apart and device.type == "cuda":
+    if device.type == "cuda":
         torch.cuda.current_stream(device).wait_stream(_side_stream(device))
 
 

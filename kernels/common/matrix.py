@@ -15,8 +15,11 @@ The window's rows are loaded the same way, tokens t = q modulo 4 by lane, so tha
 lanes ends both; nothing passes through shared memory. One warp a program.
 """
 
+import torch
 import triton
 import triton.language as tl
+
+from ...formats.spec import Format
 
 TOP2 = tl.constexpr(16256.0)  # 127 * 128: two digits, the upper one at most 127
 TOP3 = tl.constexpr(1048576.0)  # 2**20: three digits, the uppermost at most 64
@@ -267,8 +270,25 @@ def _sum_lanes(part, REP: tl.constexpr):
 
 @triton.jit
 def _by_lane(x, REP: tl.constexpr):
-    """[32, REP] or [1, 32, REP], lane by j, as [REP, 8, 4]."""
+    """[32, REP], lane by j, as [REP, 8, 4]."""
     return tl.permute(tl.reshape(x, [8, 4, REP]), (2, 0, 1))
+
+
+def block_rows(rows: int, ring: torch.dtype, readout: Format) -> int:
+    """Rows of a block that the kernels take for ``rows``: of four-byte elements or scales at most
+    32, since a lane's own eight would be shared out between lanes."""
+    wide = ring.itemsize == 4 or (readout.scale.granularity == "row" and readout.bits == 8)
+    return min(rows, 32) if wide else rows
+
+
+@triton.jit
+def _load_own(ptr, first, last, REP: tl.constexpr):
+    """Elements first .. first + REP - 1 of each lane [32], if below ``last`` [32]: [32, REP]."""
+    tl.static_assert(REP * ptr.dtype.element_ty.primitive_bitwidth <= 128, "see block_rows")
+    # of three axes, lest Triton share it out as it does scales of two axes and the same size
+    at = tl.expand_dims(first[:, None] + tl.arange(0, REP)[None, :], 0)
+    x = tl.load(ptr + at, mask=at < tl.expand_dims(last[:, None], 0), other=0.0)
+    return tl.reshape(x, [32, REP])
 
 
 @triton.jit
@@ -295,7 +315,6 @@ def fetch_block(
         codes = codes + (tl.load(code + at + 16 * h, mask=ok, other=0),)
     lane = tl.arange(0, 32)
     first = base + (lane // 4) * REP
-    own = first[:, None] + tl.arange(0, REP)[None, :]
     if ELEM == "e2m1" or ELEM == "int4":
         q = tl.multiple_of(tl.arange(0, 4), 1)[None, :]  # keeps the loads narrow: a pair a lane
         pair = scale.to(tl.pointer_type(tl.int16)) + row[:, None] * 4 + q
@@ -305,14 +324,13 @@ def fetch_block(
             tl.load(tiles, mask=first < limit, other=0.0),
         )
     else:
-        scales = (tl.load(scale + own, mask=own < limit, other=0.0).to(tl.float32),)
+        scales = (_load_own(scale, first, first * 0 + limit, REP).to(tl.float32),)
     window = ()
     for t in tl.static_range(LP // 4):
         token = t * 4 + lane % 4
-        x = ring + token[:, None] * STEP + own
-        mask = (token < valid)[:, None] & (own < limit)
-        # of another shape than the scales, which Triton would load alike
-        x = tl.load(tl.expand_dims(x, 0), mask=tl.expand_dims(mask, 0), other=0.0)
+        behind = token * STEP
+        last = tl.where(token < valid, limit + behind, 0)
+        x = _load_own(ring, first + behind, last, REP)
         window = window + (x,)
     return codes, scales, window
 
@@ -348,9 +366,9 @@ def block_dot(
     ASM: tl.constexpr = _matrix_asm(ELEM)
     FOUR: tl.constexpr = ELEM == "e2m1" or ELEM == "int4"
     COUNT: tl.constexpr = 18 if FOUR else (16 if ELEM == "e4m3" else 8)
-    pushed = window[0].to(tl.float32) * weights[0][None, :, None]
+    pushed = window[0].to(tl.float32) * weights[0][:, None]
     for t in tl.static_range(LP // 4 - 1):
-        pushed += window[t + 1].to(tl.float32) * weights[t + 1][None, :, None]
+        pushed += window[t + 1].to(tl.float32) * weights[t + 1][:, None]
     args = ()
     for h in tl.static_range(1 if FOUR else 2):
         even, odd = tl.split(tl.reshape(codes[h], [REP, 8, 4, 2, 2]))

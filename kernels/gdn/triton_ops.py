@@ -27,14 +27,13 @@ from ..common.launch import (
     rejoin,
     starts_early,
 )
-from ..common.matrix import matrix_path
+from ..common.matrix import block_rows, matrix_path
 from ..common.planes import PTX
 from ..common.store import check_state_size, launch_warps, plane_arguments, rounding_sizes
 from .decode import readout_kernel
 from .flush import flush_kernel, load_kernel
 from .prepare import keys_kernel, prepare_kernel
 from .reference import NORM_EPS, check_inputs
-from .step import step_kernel
 
 
 @dataclass(frozen=True)
@@ -42,27 +41,25 @@ class LaunchConfig:
     """How a step is launched.
 
     rows: of a readout block; blocks: of a program; ahead: 1 to load the next block while one is
-    worked on; warps: of a readout program without matrix units; registers: of a readout program, at
-    most.
+    worked on; warps: of a readout program without matrix units.
 
-    flush: programs that flush for each multiprocessor; overlap: 0 flushes after the reads, 1 in one
-    launch with them, 2 on a stream beside them; flush_registers: of a flush program, at most;
-    dot_from: windows of at least this length fold by matrix products, shorter ones token by token.
+    flush: programs that flush for each multiprocessor; flush_registers: of one, at most; beside: 1
+    to flush on a stream beside the reads, 0 after them; dot_from: windows of at least this length
+    fold by matrix products, shorter ones token by token.
     """
 
     rows: int
     blocks: int = 1
     ahead: int = 0
     warps: int = 1
-    registers: int = 255
     flush: int = 16
-    overlap: int = 0
     flush_registers: int = 128
+    beside: int = 0
     dot_from: int = 5
 
 
 LAUNCH: dict[int, tuple[tuple[int, LaunchConfig], ...]] = {
-    4: ((1, LaunchConfig(64)), (32, LaunchConfig(32, 4, ahead=1))),
+    4: ((1, LaunchConfig(64)),),
     8: ((1, LaunchConfig(64, warps=2)),),
     16: ((1, LaunchConfig(64, warps=4)),),
     32: ((1, LaunchConfig(64, warps=4)),),
@@ -265,23 +262,17 @@ def _run(
             out.zero_()  # padding rows, which no program visits
         fold_rows()
         return
-    units = batch * hv * triton.cdiv(width, launch.rows * launch.blocks)
+    block = block_rows(launch.rows, views.ring_v.dtype, config.readout) if matrix else launch.rows
+    blocks = launch.blocks * launch.rows // block
+    units = batch * hv * triton.cdiv(width, block * blocks)
     reading = {
         "c_ptr": c, "top_ptr": top, "w_ptr": weights, "flush_ptr": rows.flush,
-        "LP": max(4, triton.next_power_of_2(length)), "ROWS": launch.rows,
-        "BLOCKS": launch.blocks, "MATRIX": matrix, "EARLY": start,
+        "LP": max(4, triton.next_power_of_2(length)), "ROWS": block,
+        "BLOCKS": blocks, "MATRIX": matrix, "EARLY": start,
         "AHEAD": bool(launch.ahead) and matrix,
     }  # fmt: skip
-    if launch.overlap == 1:
-        step_kernel[(programs + units,)](
-            tiles_first=programs, FLUSH_LP=window, num_warps=launch_warps(n), num_stages=1,
-            **reading, **folding, **common, **planes, **plane_sizes, **early(start),
-            **register_limit(launch.registers),
-        )  # fmt: skip
-        return
-    apart = launch.overlap != 2
-    if not apart:
-        with beside(device, apart):
+    if launch.beside:
+        with beside(device):
             fold_rows()
     names = ("copy", "copy_scale", "copy_tile")
     copy = {name + end: planes[name + end] for name in names for end in ("_ptr", "_stride")}
@@ -289,11 +280,11 @@ def _run(
     readout_kernel[(units,)](
         num_warps=1 if matrix else launch.warps, **reading, **given, **copy, **early(start),
         **{s: plane_sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES", "OUTPUT")},
-        **register_limit(launch.registers),
     )  # fmt: skip
-    if apart:
+    if launch.beside:
+        rejoin(device)
+    else:
         fold_rows()
-    rejoin(device, apart)
 
 
 _PLANES = ("ckpt", "ckpt_low", "ckpt_scale", "ckpt_tile_scale")

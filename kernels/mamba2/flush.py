@@ -10,8 +10,6 @@ depends on which of them does what.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -31,6 +29,7 @@ from ..common.fold import (
     stack_rows,
     thread_order,
 )
+from ..common.launch import multiprocessors, register_limit
 from ..common.planes import PAIRS, PTX, decode_tile
 from ..common.store import encode_state, launch_warps, plane_arguments, rounding_sizes
 from .decode import finish
@@ -56,8 +55,10 @@ def window_kernel(
     BLOCK: size of the rotation's blocks.
     """
     i_g, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if (i_b == 0) & (i_g == 0):
-        list_flushes(slot_ptr, flush_ptr, list_ptr, batch, L == 1)
+    if i_b == batch:  # a program of its own, since it is slow
+        if i_g == 0:
+            list_flushes(slot_ptr, flush_ptr, list_ptr, batch, L == 1)
+        return
     slot = tl.load(slot_ptr + i_b).to(tl.int64)
     if slot < 0:
         return
@@ -274,19 +275,6 @@ FLUSH_REGISTERS = 128
 an H200 (triton 3.6.0, Super geometry, batch 256; nvfp4 + fp16 and P4+8)."""
 
 
-def register_limit() -> dict[str, int]:
-    """The launch option that bounds a flush's registers, where there is one."""
-    return {} if torch.version.hip else {"maxnreg": FLUSH_REGISTERS}
-
-
-@lru_cache(maxsize=32)
-def flush_programs(device: torch.device) -> int:
-    """Programs that a device holds at once; few where Triton interprets."""
-    if device.type != "cuda":
-        return 4
-    return FLUSH_PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def window_terms(config: StateConfig, ring: torch.dtype) -> tuple[int, int]:
     """bf16 terms of the weighted x and of B, as exact as the checkpoint can tell."""
     precise = 2 if config.update.is_scaled else 3  # terms of an operand: 16 bits, or all 24
@@ -311,11 +299,13 @@ def flush_rows(
     dt_softplus: bool,
     layer: int,
     head_offset: int,
+    per_multiprocessor: int = FLUSH_PROGRAMS_PER_SM,
+    registers: int = FLUSH_REGISTERS,
 ) -> None:
     """Launch the flush of the rows whose flag is set: their y, checkpoint and copy.
 
     Arguments as ``reference.decode_step``, checked, each contiguous within a row; y takes the
-    result of flushing rows and keeps the others.
+    result of flushing rows and keeps the others. per_multiprocessor: programs of the flush.
     """
     batch, heads, p = x.shape
     groups, n = B.shape[1:]
@@ -337,7 +327,7 @@ def flush_rows(
         dtype=torch.bfloat16 if PTX.value else torch.float32,
     )  # fmt: skip
     per_group = heads // groups
-    window_kernel[(groups, batch)](
+    window_kernel[(groups, batch + 1)](
         dt, B, C, A, A if dt_bias is None else dt_bias,
         rotation_table(n, device) if config.rotate else A,
         rows.slots, rows.valid, rows.flush, ring_dt, ring_B,
@@ -349,7 +339,7 @@ def flush_rows(
         HAS_BIAS=dt_bias is not None, num_warps=4,
     )  # fmt: skip
     planes, sizes = plane_arguments(views, config)
-    programs = min(batch * heads * sizes["TILES"], flush_programs(device))
+    programs = min(batch * heads * sizes["TILES"], per_multiprocessor * multiprocessors(device))
     flush_kernel[(programs,)](
         x, x if z is None else z, y, A if D is None else D,
         rows.slots, rows.valid, rows.position, rows.key, listed,
@@ -358,6 +348,6 @@ def flush_rows(
         ring_x_stride=ring_x.stride(0), layer=layer, head_offset=head_offset,
         H=heads, G=groups, R=p, N=n, WP=wp, LP=lp, TERMS=terms, LEFT=precise, WARPS=warps,
         D_ROWS=0 if D is None else D.ndim, HAS_Z=z is not None,
-        num_warps=warps, num_stages=1, **register_limit(), **planes, **sizes,
+        num_warps=warps, num_stages=1, **register_limit(registers), **planes, **sizes,
         **rounding_sizes(config),
     )  # fmt: skip

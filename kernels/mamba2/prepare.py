@@ -1,9 +1,8 @@
-"""What the heads of a group share in a Mamba-2 step, made once.
+"""What the heads of a group share in a Mamba-2 step that does not flush, made once.
 
-One program serves a (group, row). Of a row that does not flush it appends dt and B to the ring and
-leaves each head's weights of the window and C in the form in which ``decode`` reads them, so that
-the programs that stream the state wait for nothing but loads; of a row that flushes, what
-``flush.leave_window`` says.
+One program serves a (group, row): it appends dt and B to the ring and leaves each head's weights of
+the window and C in the form in which ``decode`` reads them, so that the programs that stream the
+state wait for nothing but loads.
 """
 
 from __future__ import annotations
@@ -12,102 +11,82 @@ import triton
 import triton.language as tl
 
 from ..common.activation import softplus
-from ..common.fold import list_flushes
 from ..common.hadamard import rotate_vector
 from ..common.launch import dependents_may_start
 from ..common.readout import store_vector
-from .flush import leave_window
 
 
 @triton.jit
 def prepare_kernel(
     dt_ptr, B_ptr, C_ptr,  # [b, ...] with a row stride each, contiguous within a row
     A_ptr, D_ptr, bias_ptr,  # [H] fp32, [H], [H]
-    sign_ptr, rotation_ptr,  # fp32 [N], +-1 [NP, NP] (rotation_table)
+    sign_ptr,  # fp32 [N]
     slot_ptr, valid_ptr, flush_ptr,  # [b]
     ring_dt_ptr, ring_B_ptr,
     weight_ptr, c_ptr, top_ptr,  # fp32 [b, H, LP + 2], int32 [b, G, N], fp32 [b, G]
-    list_ptr, flush_weight_ptr, decay_ptr, window_ptr, vector_ptr,  # see window_kernel
     dt_stride, B_stride, C_stride, ring_dt_stride, ring_B_stride,
-    batch,
-    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr,
-    L: tl.constexpr, LP: tl.constexpr, FLUSH_LP: tl.constexpr,
-    PER: tl.constexpr, PERP: tl.constexpr, TERMS: tl.constexpr, WARPS: tl.constexpr,
-    OUTPUT: tl.constexpr, MATRIX: tl.constexpr, ROTATE: tl.constexpr, BLOCK: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, LP: tl.constexpr,
+    PER: tl.constexpr, PERP: tl.constexpr,
+    OUTPUT: tl.constexpr, MATRIX: tl.constexpr, ROTATE: tl.constexpr,
     SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_D: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """weights[h] of a row that does not flush: exp(a - a_j) dt_j B_j.C of the ring's tokens j, at
     LP the decay exp(a) of the whole window, at LP + 1 the weight of this token (and D, one a head,
     if HAS_D).
 
-    PER = H / G heads a group, PERP padded. Grid [G, b + 1]: the row after the last lists the rows
-    that flush (with L = 1 all). EARLY: programs of the next launch may start.
+    PER = H / G heads a group, PERP padded. EARLY: programs of the next launch may start.
     """
     if EARLY:
         dependents_may_start()
     i_g, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if i_b == batch:
-        if i_g == 0:
-            list_flushes(slot_ptr, flush_ptr, list_ptr, batch, L == 1)
-        return
     slot = tl.load(slot_ptr + i_b).to(tl.int64)
-    flush = L == 1
-    if L > 1:
-        flush = tl.load(flush_ptr + i_b).to(tl.int32) != 0
+    flush = tl.load(flush_ptr + i_b).to(tl.int32)
     valid = tl.load(valid_ptr + i_b)
-    if slot < 0:
+    if (slot < 0) | (flush != 0):
         return
-    if flush:
-        leave_window(
-            i_g, i_b, slot, dt_ptr, B_ptr, C_ptr, A_ptr, bias_ptr, rotation_ptr,
-            valid_ptr, ring_dt_ptr, ring_B_ptr, flush_weight_ptr, decay_ptr, window_ptr, vector_ptr,
-            dt_stride, B_stride, C_stride, ring_dt_stride, ring_B_stride,
-            H, G, N, NP, WP, FLUSH_LP, PER, PERP, TERMS, WARPS, ROTATE, BLOCK, SOFTPLUS, HAS_BIAS,
-        )  # fmt: skip
-    else:
-        token, n, head = tl.arange(0, LP), tl.arange(0, NP), tl.arange(0, PERP)
-        head_ok, n_ok = head < PER, n < N
-        first = i_g * PER
-        ring_B = ring_B_ptr + slot * ring_B_stride + i_g * N
-        ring_dt = ring_dt_ptr + slot * ring_dt_stride + first
-        # every load before the first use
-        B = tl.load(
-            ring_B + token[:, None] * (G * N) + n[None, :],
-            mask=(token < valid)[:, None] & n_ok[None, :], other=0.0,
-        )  # fmt: skip
-        B_now = tl.load(B_ptr + i_b * B_stride + i_g * N + n, mask=n_ok, other=0.0)
-        C = tl.load(C_ptr + i_b * C_stride + i_g * N + n, mask=n_ok, other=0.0).to(tl.float32)
-        at = ring_dt + token[None, :] * H + head[:, None]
-        dt = tl.load(at, mask=(token < valid)[None, :] & head_ok[:, None], other=0.0)
-        later = tl.load(at + H, mask=(token + 1 < valid)[None, :] & head_ok[:, None], other=0.0)
-        dt_now = tl.load(dt_ptr + i_b * dt_stride + first + head, mask=head_ok, other=0.0)
-        dt_now = dt_now.to(tl.float32)
-        if HAS_BIAS:
-            dt_now += tl.load(bias_ptr + first + head, mask=head_ok, other=0.0).to(tl.float32)
-        if SOFTPLUS:
-            dt_now = softplus(dt_now)
-        A = tl.load(A_ptr + first + head, mask=head_ok, other=0.0).to(tl.float32)
-        B_now = B_now.to(ring_B_ptr.dtype.element_ty)
-        tl.store(ring_dt + valid * H + head, dt_now, mask=head_ok)
-        tl.store(ring_B + valid * (G * N) + n, B_now, mask=n_ok)
-        # decays are sums of what comes after a token, none a difference: no exponent is positive
-        later = tl.where((token + 1 == valid)[None, :], dt_now[:, None], later)
-        after = tl.cumsum(later * A[:, None], 1, reverse=True)
-        whole = (tl.sum(dt, 1) + dt_now) * A
-        weight = tl.exp(after) * dt * tl.sum(B.to(tl.float32) * C[None, :], 1)[None, :]
-        weight_now = dt_now * tl.sum(B_now.to(tl.float32) * C, 0)
-        if HAS_D:
-            weight_now += tl.load(D_ptr + first + head, mask=head_ok, other=0.0).to(tl.float32)
-        out = weight_ptr + (i_b * H + first + head) * (LP + 2)
-        inside = (token < valid)[None, :] & head_ok[:, None]
-        tl.store(out[:, None] + token[None, :], weight, mask=inside)
-        tl.store(out + LP, tl.exp(whole), mask=head_ok)
-        tl.store(out + LP + 1, weight_now, mask=head_ok)
-        if ROTATE:
-            C = rotate_vector(C, sign_ptr, N, NP)
-        top = tl.max(tl.abs(C), 0)
-        of = i_b * G + i_g
-        tl.store(top_ptr + of, top)
-        one = tl.zeros([1, 1], tl.int32)
-        inverse = 1.0 / tl.where(top > 0, top, 1.0)
-        store_vector(c_ptr + of * N + one, C[None, :], inverse, one == 0, N, NP, OUTPUT, MATRIX)
+    token, n, head = tl.arange(0, LP), tl.arange(0, NP), tl.arange(0, PERP)
+    head_ok, n_ok = head < PER, n < N
+    first = i_g * PER
+    ring_B = ring_B_ptr + slot * ring_B_stride + i_g * N
+    ring_dt = ring_dt_ptr + slot * ring_dt_stride + first
+    # every load before the first use
+    B = tl.load(
+        ring_B + token[:, None] * (G * N) + n[None, :],
+        mask=(token < valid)[:, None] & n_ok[None, :], other=0.0,
+    )  # fmt: skip
+    B_now = tl.load(B_ptr + i_b * B_stride + i_g * N + n, mask=n_ok, other=0.0)
+    C = tl.load(C_ptr + i_b * C_stride + i_g * N + n, mask=n_ok, other=0.0).to(tl.float32)
+    at = ring_dt + token[None, :] * H + head[:, None]
+    dt = tl.load(at, mask=(token < valid)[None, :] & head_ok[:, None], other=0.0)
+    later = tl.load(at + H, mask=(token + 1 < valid)[None, :] & head_ok[:, None], other=0.0)
+    dt_now = tl.load(dt_ptr + i_b * dt_stride + first + head, mask=head_ok, other=0.0)
+    dt_now = dt_now.to(tl.float32)
+    if HAS_BIAS:
+        dt_now += tl.load(bias_ptr + first + head, mask=head_ok, other=0.0).to(tl.float32)
+    if SOFTPLUS:
+        dt_now = softplus(dt_now)
+    A = tl.load(A_ptr + first + head, mask=head_ok, other=0.0).to(tl.float32)
+    B_now = B_now.to(ring_B_ptr.dtype.element_ty)
+    tl.store(ring_dt + valid * H + head, dt_now, mask=head_ok)
+    tl.store(ring_B + valid * (G * N) + n, B_now, mask=n_ok)
+    # decays are sums of what comes after a token, none a difference: no exponent is positive
+    later = tl.where((token + 1 == valid)[None, :], dt_now[:, None], later)
+    after = tl.cumsum(later * A[:, None], 1, reverse=True)
+    whole = (tl.sum(dt, 1) + dt_now) * A
+    weight = tl.exp(after) * dt * tl.sum(B.to(tl.float32) * C[None, :], 1)[None, :]
+    weight_now = dt_now * tl.sum(B_now.to(tl.float32) * C, 0)
+    if HAS_D:
+        weight_now += tl.load(D_ptr + first + head, mask=head_ok, other=0.0).to(tl.float32)
+    out = weight_ptr + (i_b * H + first + head) * (LP + 2)
+    inside = (token < valid)[None, :] & head_ok[:, None]
+    tl.store(out[:, None] + token[None, :], weight, mask=inside)
+    tl.store(out + LP, tl.exp(whole), mask=head_ok)
+    tl.store(out + LP + 1, weight_now, mask=head_ok)
+    if ROTATE:
+        C = rotate_vector(C, sign_ptr, N, NP)
+    top = tl.max(tl.abs(C), 0)
+    of = i_b * G + i_g
+    tl.store(top_ptr + of, top)
+    one = tl.zeros([1, 1], tl.int32)
+    inverse = 1.0 / tl.where(top > 0, top, 1.0)
+    store_vector(c_ptr + of * N + one, C[None, :], inverse, one == 0, N, NP, OUTPUT, MATRIX)

@@ -10,26 +10,22 @@ import torch
 import triton
 
 from ...config import StateConfig
-from ...formats.rotation import block_of, signs
+from ...formats.rotation import signs
 from ...state.cache import StepRows
 from ...state.layout import StateViews
 from ..common.check import check_gpu, check_rows, check_tensor, check_views
-from ..common.fold import rotation_table
-from ..common.launch import beside, early, multiprocessors, register_limit, rejoin, starts_early
-from ..common.matrix import matrix_path
+from ..common.launch import beside, early, rejoin, starts_early
+from ..common.matrix import block_rows, matrix_path
 from ..common.planes import PTX
 from ..common.store import (
     check_state_size,
-    launch_warps,
     plane_arguments,
     read_state,
-    rounding_sizes,
 )
-from .decode import readout_kernel, readout_run_kernel
-from .flush import flush_kernel, flush_rows, window_terms
+from .decode import readout_kernel
+from .flush import flush_rows
 from .prepare import prepare_kernel
 from .reference import check_inputs, fold_ring
-from .step import step_kernel
 
 
 @dataclass(frozen=True)
@@ -37,36 +33,33 @@ class LaunchConfig:
     """How a step is launched.
 
     heads: of a readout program, at most; rows: of a block; ahead: 1 to load the next block while
-    one is worked on; share: programs that read for each multiprocessor, each a share of all rows
-    (0: a program for each unit of heads); warps: of a readout program without matrix units;
-    prepare_warps: of the program that prepares a group; registers: of a readout program, at most.
+    one is worked on; warps: of a readout program without matrix units; prepare_warps: of the
+    program that prepares a group.
 
-    flush: programs that flush for each multiprocessor; overlap: 0 flushes after the reads, 1 in one
-    launch with them, 2 on a stream beside them; flush_registers: of a flush program, at most.
+    flush: programs that flush for each multiprocessor; flush_registers: of one, at most; beside: 1
+    to flush on a stream beside the reads, 0 after them.
     """
 
     heads: int
     rows: int
     ahead: int = 0
-    share: int = 0
     warps: int = 1
-    prepare_warps: int = 4
-    registers: int = 255
+    prepare_warps: int = 1
     flush: int = 16
-    overlap: int = 0
     flush_registers: int = 128
+    beside: int = 0
 
 
 LAUNCH: dict[int, tuple[tuple[int, LaunchConfig], ...]] = {
-    4: ((1, LaunchConfig(1, 64)), (32, LaunchConfig(4, 32, ahead=1))),
-    8: ((1, LaunchConfig(1, 64)), (32, LaunchConfig(2, 64))),
-    16: ((1, LaunchConfig(1, 64)), (32, LaunchConfig(4, 64, warps=2))),
-    32: ((1, LaunchConfig(1, 64)), (32, LaunchConfig(4, 64, warps=2))),
+    4: ((1, LaunchConfig(1, 64, prepare_warps=4)), (32, LaunchConfig(2, 64))),
+    8: ((1, LaunchConfig(1, 64, prepare_warps=4)), (32, LaunchConfig(2, 64))),
+    16: ((1, LaunchConfig(1, 64, prepare_warps=4)), (32, LaunchConfig(4, 64, warps=2))),
+    32: ((1, LaunchConfig(1, 64, prepare_warps=4)), (32, LaunchConfig(4, 64, warps=2))),
 }
 """Bits of the readout's codes -> (smallest batch, launch configuration), ascending.
 
-4 and 8 bits: readouts of a few configurations on an H200, triton 3.6.0, Super geometry, batch 1 and
-256. The others are not measured.
+4 and 8 bits: readouts of a few configurations on an H200, triton 3.6.0, Super geometry, batch 1, 8
+and 256. The others are not measured.
 """
 
 
@@ -183,105 +176,53 @@ def _run(
     planes, sizes = plane_arguments(views, config)
     matrix = matrix_path(PTX.value, n, sizes["OUTPUT"]) != "" and p % 8 == 0
     start = starts_early(device)
-    wp = triton.next_power_of_2(n // 8)
     lp = max(4, triton.next_power_of_2(length))
-    flush_lp = max(16, lp)
-    warps = launch_warps(n)
-    precise, terms = window_terms(config, ring_B.dtype)
 
-    def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
+    def fold() -> None:
+        flush_rows(
+            views, config, rows, x, dt, A, B, C, y, D=D, z=z, dt_bias=dt_bias,
+            dt_softplus=dt_softplus, layer=layer, head_offset=head_offset,
+            per_multiprocessor=launch.flush, registers=launch.flush_registers,
+        )  # fmt: skip
 
+    if launch.beside:
+        with beside(device):
+            fold()
     reading = {
-        "weight_ptr": scratch(batch, heads, lp + 2),
-        "c_ptr": scratch(batch, groups, n, dtype=torch.int32),
-        "top_ptr": scratch(batch, groups),
-    }
-    window = scratch(
-        batch, groups, terms, flush_lp, 8 * wp, dtype=torch.bfloat16 if PTX.value else torch.float32
-    )
-    flushing = {
-        "list_ptr": scratch(batch + 1, dtype=torch.int32),
-        "flush_weight_ptr": scratch(batch, heads, flush_lp),
-        "decay_ptr": scratch(batch, heads),
-        "window_ptr": window,
-        "vector_ptr": scratch(batch, groups, n),
-    }
-    control = {"slot_ptr": rows.slots, "valid_ptr": rows.valid, "flush_ptr": rows.flush}
-    common = {"H": heads, "G": groups, "N": n, "WP": wp, "OUTPUT": sizes["OUTPUT"]}
-    prepare_kernel[(groups, batch + 1)](
+        "weight_ptr": torch.empty(batch, heads, lp + 2, device=device),
+        "c_ptr": torch.empty(batch, groups, n, dtype=torch.int32, device=device),
+        "top_ptr": torch.empty(batch, groups, device=device),
+        "slot_ptr": rows.slots, "valid_ptr": rows.valid, "flush_ptr": rows.flush,
+        "H": heads, "G": groups, "N": n, "LP": lp, "OUTPUT": sizes["OUTPUT"], "EARLY": start,
+    }  # fmt: skip
+    prepare_kernel[(groups, batch)](
         dt, B, C, A, A if D is None else D, A if dt_bias is None else dt_bias,
         signs(n, device) if config.rotate else A,
-        rotation_table(n, device) if config.rotate else A,
         ring_dt_ptr=ring_dt, ring_B_ptr=ring_B,
         dt_stride=dt.stride(0), B_stride=B.stride(0), C_stride=C.stride(0),
-        ring_dt_stride=ring_dt.stride(0), ring_B_stride=ring_B.stride(0), batch=batch,
-        NP=triton.next_power_of_2(n), L=length, LP=lp, FLUSH_LP=flush_lp,
-        PER=per_group, PERP=triton.next_power_of_2(per_group), TERMS=terms, WARPS=warps,
-        MATRIX=matrix, ROTATE=config.rotate, BLOCK=block_of(n), SOFTPLUS=dt_softplus,
-        HAS_BIAS=dt_bias is not None, HAS_D=D is not None and D.ndim == 1, EARLY=start,
-        num_warps=launch.prepare_warps, **control, **reading, **flushing, **common,
-        **register_limit(128 if launch.prepare_warps == 1 else 255),  # all of 256 rows at once
+        ring_dt_stride=ring_dt.stride(0), ring_B_stride=ring_B.stride(0),
+        NP=triton.next_power_of_2(n), PER=per_group, PERP=triton.next_power_of_2(per_group),
+        MATRIX=matrix, ROTATE=config.rotate, SOFTPLUS=dt_softplus, HAS_BIAS=dt_bias is not None,
+        HAS_D=D is not None and D.ndim == 1, num_warps=launch.prepare_warps, **reading,
     )  # fmt: skip
     count = divisor_up_to(per_group, launch.heads)
-    units = batch * heads // count
-    tiles = batch * heads * sizes["TILES"]
-    shared = {
-        "x_ptr": x, "z_ptr": x if z is None else z, "y_ptr": y, "D_ptr": A if D is None else D,
-        "ring_x_ptr": ring_x, "x_stride": x.stride(0), "z_stride": 0 if z is None else z.stride(0),
-        "y_stride": y.stride(0), "ring_x_stride": ring_x.stride(0), "R": p,
-        "D_ROWS": 0 if D is None else D.ndim, "HAS_Z": z is not None,
-    }  # fmt: skip
-    read = {"HEADS": count, "ROWS": launch.rows, "MATRIX": matrix, "EARLY": start}
-    read["AHEAD"] = bool(launch.ahead) and matrix
-    fold = {"TERMS": terms, "LEFT": precise, "WARPS": warps, **rounding_sizes(config)}
-    fold |= {"position_ptr": rows.position, "key_ptr": rows.key}
-    fold |= {"layer": layer, "head_offset": head_offset}
-    given = {k: v for k, v in sizes.items() if k != "OUTPUT"}
-    programs = min(tiles, launch.flush * multiprocessors(device))
-    if launch.overlap == 1:
-        step_kernel[(programs + units,)](
-            tiles_first=programs, LP=lp, FLUSH_LP=flush_lp, num_warps=warps, num_stages=1,
-            **control, **reading, **flushing, **common, **shared, **read, **fold, **planes, **given,
-            **early(start), **register_limit(launch.registers),
-        )  # fmt: skip
-        return
-
-    def fold_rows() -> None:
-        given_weight = flushing.pop("flush_weight_ptr")
-        flush_kernel[(programs,)](
-            slot_ptr=rows.slots, valid_ptr=rows.valid, weight_ptr=given_weight, LP=flush_lp,
-            num_warps=warps, num_stages=1, **flushing, **common, **shared, **fold, **planes,
-            **given, **register_limit(launch.flush_registers),
-        )  # fmt: skip
-
-    apart = launch.overlap != 2
-    if not apart:
-        with beside(device, apart):
-            fold_rows()
     names = ("copy", "copy_scale", "copy_tile")
     copy = {name + end: planes[name + end] for name in names for end in ("_ptr", "_stride")}
-    copy |= {s: sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES")}
-    limit = register_limit(launch.registers)
-    if matrix and launch.share and (per_group * p) % launch.rows == 0:
-        sharing = min(batch * heads * p // launch.rows, launch.share * multiprocessors(device))
-        rest = {k: t for k, t in (read | common).items() if k not in _UNITS}
-        readout_run_kernel[(sharing,)](
-            batch=batch, LP=lp, num_warps=1, **copy, **control, **reading, **rest, **shared,
-            **early(start), **limit,
-        )  # fmt: skip
+    readout_kernel[(batch * heads // count,)](
+        x, x if z is None else z, y, A if D is None else D, ring_x_ptr=ring_x,
+        x_stride=x.stride(0), z_stride=0 if z is None else z.stride(0), y_stride=y.stride(0),
+        ring_x_stride=ring_x.stride(0), R=p, WP=triton.next_power_of_2(n // 8), HEADS=count,
+        ROWS=block_rows(launch.rows, ring_x.dtype, config.readout) if matrix else launch.rows,
+        AHEAD=bool(launch.ahead) and matrix, MATRIX=matrix,
+        D_ROWS=0 if D is None else D.ndim, HAS_Z=z is not None,
+        num_warps=1 if matrix else launch.warps, **copy, **reading, **early(start),
+        **{s: sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES")},
+    )  # fmt: skip
+    if launch.beside:
+        rejoin(device)
     else:
-        readout_kernel[(units,)](
-            LP=lp, num_warps=1 if matrix else launch.warps, **copy, **control, **reading, **common,
-            **shared, **read, **early(start), **limit,
-        )  # fmt: skip
-    if apart:
-        fold_rows()
-    rejoin(device, apart)
+        fold()
 
-
-_UNITS = ("HEADS", "MATRIX", "AHEAD", "WP")
-"""What a readout by shares does not need."""
 
 _PLANES = ("ckpt", "ckpt_low", "ckpt_scale", "ckpt_tile_scale")
 _COPY = ("copy", "copy_scale", "copy_tile_scale")

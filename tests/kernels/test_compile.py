@@ -16,7 +16,7 @@ import replayssm_quant  # noqa: E402
 
 ROOT = Path(replayssm_quant.__file__).resolve().parents[1]
 SCRIPT = """
-import dataclasses, importlib, json, pkgutil, sys
+import importlib, json, pkgutil, sys
 import torch
 torch.set_num_threads(1)
 import triton
@@ -24,7 +24,6 @@ from replayssm_quant import ops
 from replayssm_quant.config import StateConfig
 from replayssm_quant.kernels import common, gdn, mamba2
 from replayssm_quant.kernels.bench.inspect_sass import compile_only, disassemble
-from replayssm_quant.kernels.bench.tune import kernels_of, launcher
 from replayssm_quant.kernels.bench.registry import OPS, Problem, call, random_state
 from replayssm_quant.state.cache import StatePool
 from replayssm_quant.state.geometry import LayerGeometry
@@ -49,13 +48,6 @@ for op, geometry, config in cases:
     problem = Problem(op, geometry, config, 2, device=torch.device("cpu"), sets=1)
     step = problem.steps("mix")[0]
     with compile_only(arch) as launches:
-        module = kernels_of(op.kind)
-        launch = module.launch_for(config, 256)
-        changes = [{"overlap": 0}, {"overlap": 1}]
-        if op.kind == "mamba2":
-            changes[0]["share"] = 8
-        for change in changes:
-            launcher(module, problem, dataclasses.replace(launch, **change))(step)
         problem.run(step, "triton")
         state = random_state(geometry, 2, 0, torch.device("cpu"))
         ops.store_state(problem.views, config, step.rows, state, impl="triton")

@@ -241,12 +241,13 @@ def test_sum_over_lanes(rep):
 
 
 LAYOUTS = """
-import json, re, sys
+import dataclasses, json, re, sys
 import torch
 import triton.compiler.compiler as compiler
 from replayssm_quant.config import StateConfig
 from replayssm_quant.kernels.bench.inspect_sass import compile_only
 from replayssm_quant.kernels.bench.registry import OPS, Problem
+from replayssm_quant.kernels.bench.tune import kernels_of, launcher
 from replayssm_quant.state.geometry import LayerGeometry
 
 kernels = []
@@ -256,14 +257,17 @@ def keep(self, *args, **kwargs):
     kernels.append(self)
 compiler.CompiledKernel.__init__ = keep
 found = []
-for kind, size, update, output in json.loads(sys.argv[1]):
+for kind, size, update, output, dtype, changes in json.loads(sys.argv[1]):
     config = StateConfig.from_flags(update, output, rotate=update.startswith("P"))
     geometry = LayerGeometry(kind, *size)
     cpu = torch.device("cpu")
-    problem = Problem(OPS[f"{kind}_decode"], geometry, config, 2, device=cpu, sets=1)
+    dtype = getattr(torch, dtype)
+    problem = Problem(OPS[f"{kind}_decode"], geometry, config, 2, device=cpu, sets=1, dtype=dtype)
     kernels.clear()
+    module = kernels_of(kind)
+    launch = dataclasses.replace(module.launch_for(config, 256), **changes)
     with compile_only(90):
-        problem.run(problem.steps("mix")[0], "triton")
+        launcher(module, problem, launch)(problem.steps("mix")[0])
     for kernel in kernels:
         if kernel.metadata.name != "readout_kernel":
             continue
@@ -277,15 +281,22 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        ("mamba2", (16, 64, 128, 1), "fp16", "nvfp4"),
-        ("mamba2", (4, 80, 128, 2), "P4+8", None),
-        ("gdn", (2, 128, 128, 1), "P8+4", None),
-        ("gdn", (2, 64, 128, 1), "e4m3", "same"),
-    ],
-)
+_M, _G, _WIDE = ("mamba2", (8, 64, 128, 1)), ("gdn", (2, 128, 128, 1)), "float32"
+_HALF = "bfloat16"
+LAYOUT_CASES = [
+    [*_M, "fp16", "nvfp4", _HALF, {"heads": 2, "rows": 64}],
+    [*_M, "fp16", "nvfp4", _WIDE, {"heads": 4, "rows": 32, "ahead": 1}],
+    ["mamba2", (4, 80, 128, 2), "P4+8", None, _WIDE, {"heads": 2, "rows": 64}],
+    [*_M, "P8+4", None, _WIDE, {"heads": 2, "rows": 64}],
+    [*_M, "e4m3", "same", _HALF, {"heads": 2, "rows": 64}],
+    [*_G, "P8+4", None, _HALF, {"rows": 64}],
+    [*_G, "P8+4", None, _WIDE, {"rows": 64}],
+    [*_G, "e4m3", "same", _WIDE, {"rows": 32, "blocks": 2, "ahead": 1}],
+    [*_G, "fp16", "nvfp4", _HALF, {"rows": 32, "blocks": 4, "ahead": 1}],
+]
+
+
+@pytest.mark.parametrize("case", LAYOUT_CASES)
 def test_lanes_hold_what_the_matrix_units_want(case):
     """Both kinds of inline PTX see lane 4 g + q hold elements (., g, q), in their order."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -295,7 +306,7 @@ def test_lanes_hold_what_the_matrix_units_want(case):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert {mma for mma, _ in found} == {True, False}
+    assert {mma for mma, _ in found} == {True, False}, "neither product nor sum"
     for _, layouts in found:
         assert len(layouts) == 1
         assert "threadsPerWarp = [1, 8, 4]" in layouts[0]
