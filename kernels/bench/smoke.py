@@ -1,15 +1,18 @@
 """One small step of every kernel: what a memory or race checker runs.
 
-``compute-sanitizer --tool racecheck python -m replayssm_quant.kernels.bench.smoke``. Each design of
-each family stores a state, takes one step in which some rows flush and some do not, and loads the
-state back. Run it once without the checker, which slows compiling down: Triton keeps what it
-compiles.
+``python -m replayssm_quant.kernels.bench.smoke --ahead`` compiles everything, in parallel processes;
+then ``compute-sanitizer --tool racecheck python -m replayssm_quant.kernels.bench.smoke``. Each
+design of each family stores a state, takes one step in which some rows flush and some do not, and
+loads the state back.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -50,6 +53,21 @@ def step(op: str, geometry: LayerGeometry, design: str, device: torch.device) ->
         torch.cuda.synchronize()
 
 
+def _ahead(cases: list[tuple[str, str]]) -> int:
+    """Run each case in its own process; the exit code is the worst of them."""
+
+    def one(case: tuple[str, str]) -> int:
+        command = [sys.executable, "-m", "replayssm_quant.kernels.bench.smoke"]
+        done = subprocess.run(
+            [*command, "--op", case[0], "--design", case[1]],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        return done.returncode
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return max(pool.map(one, cases))
+
+
 def main(argv: list[str] | None = None) -> int:
     drop_checkout()
     p = argparse.ArgumentParser(
@@ -58,6 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     p.add_argument("--op", choices=sorted(OPS), help="one operation instead of all")
     p.add_argument("--design", default=",".join(SMOKE), help="names separated by commas")
+    p.add_argument("--ahead", action="store_true", help="a process for each design, all at once")
     args = p.parse_args(argv)
     designs = args.design.split(",")
     for name in designs:
@@ -66,7 +85,10 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("needs a CUDA GPU and torch sees none", file=sys.stderr)
         return 2
-    for op in [args.op] if args.op else GEOMETRIES:
+    chosen = [args.op] if args.op else list(GEOMETRIES)
+    if args.ahead:
+        return _ahead([(op, design) for op in chosen for design in designs])
+    for op in chosen:
         for geometry in GEOMETRIES[op]:
             for design in designs:
                 step(op, geometry, design, torch.device("cuda"))
