@@ -1,9 +1,9 @@
 """One small step of every kernel: what a memory or race checker runs.
 
-``python -m replayssm_quant.kernels.bench.smoke --ahead`` compiles everything, in parallel processes;
-then ``compute-sanitizer --tool racecheck python -m replayssm_quant.kernels.bench.smoke``. Each
-design of each family stores a state, takes one step in which some rows flush and some do not, and
-loads the state back.
+``python -m replayssm_quant.kernels.bench.smoke --ahead`` compiles everything in parallel processes,
+then ``compute-sanitizer --tool racecheck python -m replayssm_quant.kernels.bench.smoke`` checks.
+Each design of each family stores a state, takes one step in which some rows flush and some do not,
+and loads the state back.
 """
 
 from __future__ import annotations
