@@ -356,6 +356,7 @@ class Settings:
     seconds: float = 0.6
     least: int = 10
     quick: bool = False
+    compiled: bool = False
 
 
 def measure_point(
@@ -480,9 +481,10 @@ def run(
     path = out / f"{s.op.name}-{gpu_slug(common['gpu'])}-{common['date']}.json"
     rows: list[dict[str, Any]] = []
     wrong: list[str] = []
-    began = time.monotonic()
-    compile_ahead(s, vllm_path)
-    print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
+    if not s.compiled:
+        began = time.monotonic()
+        compile_ahead(s, vllm_path)
+        print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
     for geometry in s.geometries:
         for batch in s.batches:
             began = time.monotonic()
@@ -559,6 +561,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--variants", type=Path, help="with --tune: a file of such lines, all compiled at once"
     )
+    p.add_argument("--compiled", action="store_true", help="do not compile ahead in parallel")
     p.add_argument("--save", type=Path, help="with --tune: a JSON file for the best launches")
     p.add_argument("--launches", type=Path, help="such a file: launch the designs as it says")
     p.add_argument("--report", action="store_true", help="RESULTS.md and plots from --out")
@@ -584,6 +587,7 @@ def settings(args: argparse.Namespace) -> Settings:
     s = Settings(op, geometries, batches, designs, _names(args.phase, list(PHASES), "phase"))
     if args.quick:
         s.seconds, s.least, s.quick = 0.15, 5, True
+    s.compiled = args.compiled
     return s
 
 
