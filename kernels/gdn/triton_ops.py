@@ -59,10 +59,10 @@ class LaunchConfig:
 
 
 LAUNCH: dict[int, tuple[tuple[int, LaunchConfig], ...]] = {
-    4: ((1, LaunchConfig(64)),),
-    8: ((1, LaunchConfig(64, warps=2)),),
-    16: ((1, LaunchConfig(64, warps=4)),),
-    32: ((1, LaunchConfig(64, warps=4)),),
+    4: ((1, LaunchConfig(64)), (32, LaunchConfig(64, flush=8, beside=1))),
+    8: ((1, LaunchConfig(64, warps=2)), (32, LaunchConfig(64, warps=2, flush=8, beside=1))),
+    16: ((1, LaunchConfig(64, warps=4)), (32, LaunchConfig(64, warps=4, flush=8, beside=1))),
+    32: ((1, LaunchConfig(64, warps=4)), (32, LaunchConfig(64, warps=4, flush=8, beside=1))),
 }
 """Bits of the readout's codes -> (smallest batch, launch configuration), ascending.
 

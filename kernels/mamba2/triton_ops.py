@@ -51,10 +51,16 @@ class LaunchConfig:
 
 
 LAUNCH: dict[int, tuple[tuple[int, LaunchConfig], ...]] = {
-    4: ((1, LaunchConfig(1, 64, prepare_warps=4)), (32, LaunchConfig(2, 64))),
-    8: ((1, LaunchConfig(1, 64, prepare_warps=4)), (32, LaunchConfig(2, 64))),
-    16: ((1, LaunchConfig(1, 64, prepare_warps=4)), (32, LaunchConfig(4, 64, warps=2))),
-    32: ((1, LaunchConfig(1, 64, prepare_warps=4)), (32, LaunchConfig(4, 64, warps=2))),
+    4: ((1, LaunchConfig(1, 64, prepare_warps=4)), (32, LaunchConfig(2, 64, flush=8, beside=1))),
+    8: ((1, LaunchConfig(1, 64, prepare_warps=4)), (32, LaunchConfig(2, 64, flush=8, beside=1))),
+    16: (
+        (1, LaunchConfig(1, 64, prepare_warps=4)),
+        (32, LaunchConfig(4, 64, warps=2, flush=8, beside=1)),
+    ),
+    32: (
+        (1, LaunchConfig(1, 64, prepare_warps=4)),
+        (32, LaunchConfig(4, 64, warps=2, flush=8, beside=1)),
+    ),
 }
 """Bits of the readout's codes -> (smallest batch, launch configuration), ascending.
 
