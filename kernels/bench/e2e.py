@@ -97,6 +97,9 @@ SUFFIXES: dict[str, dict[str, Any]] = {
 """``fp32-v1`` runs an arm under one of vLLM's model runners, ``fp32-bare`` without any plugin;
 ``P4+8-stagger`` spreads the flushes of a batch over the steps of a window."""
 
+SPREAD = (0.0, 0.05, 0.25, 0.75, 0.95, 0.99)
+"""Quantiles of the steps in a row: flushes of a whole batch at once show as a second mode."""
+
 PROMPT = 22
 """Tokens of the longest prompt."""
 RESULTS = Path(__file__).parent / "results"
@@ -237,6 +240,9 @@ def measure(llm: Any, batch: int, tokens: int, vocab: int) -> dict[str, Any]:
         "p90_ms": round(steps_sorted[int(0.9 * len(steps))], 4),
         "tokens_per_s": round(batch / mean * 1e3, 1),
         "first_full_step_s": round(full[0] - start, 4),
+        "spread_ms": [round(steps_sorted[int(q * len(steps))], 4) for q in SPREAD],
+        "load": round(os.getloadavg()[0], 1),
+        "cores": len(os.sched_getaffinity(0)),
     }
 
 

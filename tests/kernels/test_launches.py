@@ -85,3 +85,19 @@ def test_launches_change_no_bit_on_a_gpu(kind: str, formats: tuple[str, str | No
     rotate = formats[0].startswith("P")
     config = StateConfig.from_flags(*formats, buffer_len=16, rotate=rotate)
     check(kind, config, True, CHANGES[kind])
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_compiled_code_takes_the_step(kind: str) -> None:
+    """The planes of a page share a storage and change: the step stays out of the graph."""
+    config = StateConfig.from_flags("fp16", "nvfp4", buffer_len=4)
+    made = problem(kind, config, False)
+    module = kernels_of(kind)
+    before = made.pages.clone()
+    step = launcher(module, made, module.launch_for(config, 1))
+    want = 2.0 * step(made.taken)
+    after = made.pages.clone()
+    made.pages.copy_(before)
+    twice = torch.compile(lambda: 2.0 * step(made.taken), backend="aot_eager")
+    assert torch.equal(twice(), want)
+    assert torch.equal(made.pages, after)
