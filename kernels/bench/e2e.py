@@ -383,6 +383,8 @@ class Engine:
             found = json.loads(self.out.read_text())
             rows = found.pop("rows")
             return [common | found | row for row in rows]
+        if self.process.poll() is None:
+            return [common | {"error": f"ran out of time, {'up' if self.start_s else 'starting'}"}]
         errors = [x for x in log.splitlines() if "Error" in x]
         return [common | {"error": (errors or log.splitlines() or ["no output"])[-1][-500:]}]
 
@@ -528,6 +530,8 @@ def section(rows: list[dict[str, Any]]) -> list[str]:
             f"{first['vllm']}, torch {first['torch']}, triton {first['triton']}.",
             "",
         ]
+    for note in dict.fromkeys(r["note"] for r in rows if "note" in r):
+        lines += [note, ""]
     targets = []
     for model, column, least in TARGETS:
         here = [r for r in rows if r["batch"] == 256 and "options" in arm_of(r["arm"])]

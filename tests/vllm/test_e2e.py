@@ -169,6 +169,7 @@ def test_only_steps_of_the_whole_batch_are_timed(llm: Any, monkeypatch: pytest.M
     # 30 tokens for the first request, whose last three companions come one a step later
     assert row["steps"] == 30 - 3 - 3 and row["step_ms"] == row["median_ms"] == 1.0
     assert row["tokens_per_s"] == 4000.0
+    assert row["spread_ms"] == [1.0] * len(e2e.SPREAD) and row["cores"] >= 1 and row["load"] >= 0
 
 
 def test_a_batch_that_never_is_whole_is_an_error(llm: Any) -> None:
@@ -216,6 +217,24 @@ def test_the_report_compares_within_a_runner(python: str, tmp_path: Path) -> Non
     assert "| 2.20 | 2.50 | yes |" in table["best arm: x fp32"]
     assert "e4m3 failed: RuntimeError: out of memory" in text
     assert "fp32-bare failed: no plugin" in text
+
+
+def test_a_note_of_the_rows_is_in_the_report(python: str, tmp_path: Path) -> None:
+    out = tmp_path / "e2e_decode_speedup-h200-2026-01-01.json"
+    assert e2e.main(["--arms", "fp32", "--python", python, "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())
+    out.write_text(json.dumps([r | {"note": "Not a quiet machine."} for r in rows]))
+    text = e2e.report(tmp_path, tmp_path).read_text()
+    assert text.count("\nNot a quiet machine.\n") == 1
+
+
+def test_what_ran_out_of_time_says_so(python: str, tmp_path: Path) -> None:
+    out = tmp_path / "e2e.json"
+    Path(python).write_text("#!/bin/sh\nexec sleep 3\n")
+    args = ["--arms", "fp32", "--python", python, "--out", str(out), "--seconds", "0"]
+    assert e2e.main(args) == 1
+    (row,) = json.loads(out.read_text())
+    assert row["error"] == "ran out of time, starting"
 
 
 def test_a_report_without_results_is_refused(tmp_path: Path) -> None:

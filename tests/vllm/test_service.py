@@ -62,7 +62,7 @@ def jobs(folder: Path, family: str, gpu: bool, excerpt: Any, mode: str) -> list[
     asked = requests(excerpt, 64 if gpu else 24, block)
     alone = {"then": {"alone": {"alone": True, "arrive": [0] * len(asked["prompts"])}}}
     base = {"model": str(folder), "engine": engine, **asked}
-    small = engine | {"num_gpu_blocks_override": 10}
+    small = engine | {"num_gpu_blocks_override": 10, "max_num_seqs": 8}
     rng = random.Random(3)
     many = 400 if gpu else 40
     soak = {
