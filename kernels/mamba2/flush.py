@@ -98,12 +98,15 @@ def leave_window(
     if SOFTPLUS:
         dt_now = softplus(dt_now)
     ring_dt = ring_dt_ptr + slot * ring_dt_stride + first
-    old = (token < valid)[None, :] & head_ok[:, None]
-    dt = tl.load(ring_dt + token[None, :] * H + head[:, None], mask=old, other=0.0)
+    at = ring_dt + token[None, :] * H + head[:, None]
+    dt = tl.load(at, mask=(token < valid)[None, :] & head_ok[:, None], other=0.0)
     dt = tl.where((token == valid)[None, :] & head_ok[:, None], dt_now[:, None], dt)
-    decay = dt * tl.load(A_ptr + first + head, mask=head_ok, other=0.0).to(tl.float32)[:, None]
-    after = tl.sum(decay, 1, keep_dims=True) - tl.cumsum(decay, 1)
-    weight = tl.exp(tl.minimum(after, 0.0)) * dt
+    later = tl.load(at + H, mask=(token + 1 < valid)[None, :] & head_ok[:, None], other=0.0)
+    later = tl.where((token + 1 == valid)[None, :] & head_ok[:, None], dt_now[:, None], later)
+    A = tl.load(A_ptr + first + head, mask=head_ok, other=0.0).to(tl.float32)[:, None]
+    decay = dt * A
+    # sums of what comes after a token, none a difference: no exponent is positive
+    weight = tl.exp(tl.cumsum(later * A, 1, reverse=True)) * dt
     at = (i_b * H + first + head)[:, None] * LP + token[None, :]
     tl.store(weight_ptr + at, weight, mask=head_ok[:, None])
     tl.store(decay_ptr + i_b * H + first + head, tl.exp(tl.sum(decay, 1)), mask=head_ok)
