@@ -231,7 +231,12 @@ FORMATS: dict[str, Format] = {
         _planar(8, 4, _ROW),
     )
 }
-"""Every format by its name, with its default scale rule."""
+"""Every format by its name, with its default scale rule.
+
+The e4m3 block scales of nvfp4 and int4 are rounded to nearest: where one comes out low, by at most
+1/17 of itself (more below the smallest normal scale), the largest values of its block are clipped.
+Planar formats round it up instead, because a clipped checkpoint would lose mass at every flush.
+"""
 
 ALIASES = {
     "fp8": "e4m3",
