@@ -450,6 +450,19 @@ def float_code(
 
 
 @triton.jit
+def rounded_product(x, y):
+    """x y in fp32, rounded before anything is added to it: a compiler would make one fma of both,
+    and decide a tie otherwise than the codec.
+    """
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return x * y
+
+
+@triton.jit
 def integer_bits(
     t, words, ENTRY: tl.constexpr, TOP: tl.constexpr, BIAS: tl.constexpr, SR: tl.constexpr,
     BITS: tl.constexpr, CLAMP: tl.constexpr,
@@ -728,7 +741,9 @@ def encode_tile(
         low_word = zero
         for i in tl.static_range(8):
             x = values[p * 8 + i]
-            if SCALED:
+            if INTEGER:
+                x = rounded_product(x, spread(inverses, column, i, W, BLOCK, N))
+            elif SCALED:
                 x = x * spread(inverses, column, i, W, BLOCK, N)
             if ELEM == "fp32":
                 word = as_bits(x)
