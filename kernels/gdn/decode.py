@@ -14,8 +14,7 @@ from ..common.readout import copy_dot, load_stored
 
 
 @triton.jit
-def read_unit(
-    unit,
+def readout_kernel(
     c_ptr, top_ptr, w_ptr,  # see prepare_kernel
     ring_v_ptr, slot_ptr, valid_ptr, flush_ptr, y_ptr,
     copy_ptr, copy_scale_ptr, copy_tile_ptr,
@@ -30,6 +29,7 @@ def read_unit(
 
     EARLY: the launch before may still be running.
     """
+    unit = tl.program_id(0)
     PARTS: tl.constexpr = (V + ROWS * BLOCKS - 1) // (ROWS * BLOCKS)
     i_v, i_h, i_b = unit % PARTS, unit // PARTS % HV, (unit // (PARTS * HV)).to(tl.int64)
     slot = tl.load(slot_ptr + i_b).to(tl.int64)
@@ -95,25 +95,3 @@ def read_unit(
     else:
         if EARLY:
             wait_for_previous()
-
-
-@triton.jit
-def readout_kernel(
-    c_ptr, top_ptr, w_ptr,  # see prepare_kernel
-    ring_v_ptr, slot_ptr, valid_ptr, flush_ptr, y_ptr,
-    copy_ptr, copy_scale_ptr, copy_tile_ptr,
-    ring_v_stride, y_stride, copy_stride, copy_scale_stride, copy_tile_stride,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr, LP: tl.constexpr,
-    WP: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, AHEAD: tl.constexpr,
-    COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
-    OUTPUT: tl.constexpr, MATRIX: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Rows that do not flush, a unit a program; see ``read_unit``."""
-    read_unit(
-        tl.program_id(0),
-        c_ptr, top_ptr, w_ptr, ring_v_ptr, slot_ptr, valid_ptr, flush_ptr, y_ptr, copy_ptr,
-        copy_scale_ptr, copy_tile_ptr, ring_v_stride, y_stride, copy_stride, copy_scale_stride,
-        copy_tile_stride, HV, K, V, L, LP, WP, ROWS, BLOCKS, AHEAD, COPY_HEAD, COPY_SCALE_HEAD,
-        TILES,
-        OUTPUT, MATRIX, EARLY,
-    )  # fmt: skip

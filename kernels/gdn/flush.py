@@ -234,8 +234,7 @@ def _fold_dot(
 
 
 @triton.jit
-def flush_tiles(
-    mine, programs,
+def flush_kernel(
     list_ptr, keys_ptr, query_ptr, gate_ptr, rate_ptr, v_ptr,  # see prepare_kernel
     high_ptr, low_key_ptr, w_high_ptr, w_low_ptr, until_ptr, total_ptr,  # with DOT
     ring_v_ptr, ring_g_ptr, ring_beta_ptr,  # at slot 0
@@ -253,11 +252,12 @@ def flush_tiles(
     SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
     DOT: tl.constexpr, LP: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Of the tiles (row, head, 16 rows of the head) that flush, the share of program ``mine``.
+    """Any number of programs share the tiles (row, head, 16 rows of the head) that flush.
 
-    It is a run of neighbours: they read the same window, and the next tile is asked for while this
-    one is worked on.
+    Each takes a run of neighbours: they read the same window, and the next tile is asked for while
+    this one is worked on.
     """
+    mine, programs = tl.program_id(0), tl.num_programs(0)
     W: tl.constexpr = K // 8
     TILE_WORDS: tl.constexpr = 16 * CODE_HEAD // V
     LOW_WORDS: tl.constexpr = 16 * LOW_HEAD // V
@@ -331,39 +331,6 @@ def flush_tiles(
             copy_tile_ptr + slot * copy_tile_stride + i_h * TILES,
             UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, V, K,
         )  # fmt: skip
-
-
-@triton.jit
-def flush_kernel(
-    list_ptr, keys_ptr, query_ptr, gate_ptr, rate_ptr, v_ptr,  # see prepare_kernel
-    high_ptr, low_key_ptr, w_high_ptr, w_low_ptr, until_ptr, total_ptr,  # with DOT
-    ring_v_ptr, ring_g_ptr, ring_beta_ptr,  # at slot 0
-    slot_ptr, valid_ptr, position_ptr, key_ptr, y_ptr,  # [b], y [b, HV, V]
-    code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
-    v_stride, y_stride, ring_v_stride, ring_g_stride, ring_beta_stride,
-    code_stride, low_stride, scale_stride, tile_stride,
-    copy_stride, copy_scale_stride, copy_tile_stride,
-    layer, head_offset,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
-    WP: tl.constexpr, PER: tl.constexpr, GW: tl.constexpr,
-    CODE_HEAD: tl.constexpr, LOW_HEAD: tl.constexpr, SCALE_HEAD: tl.constexpr,
-    COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
-    UPDATE: tl.constexpr, OUTPUT: tl.constexpr, HAS_COPY: tl.constexpr,
-    SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
-    DOT: tl.constexpr, LP: tl.constexpr, WARPS: tl.constexpr,
-):  # fmt: skip
-    """Any number of programs share the tiles of the rows that flush; no result depends on it."""
-    flush_tiles(
-        tl.program_id(0), tl.num_programs(0),
-        list_ptr, keys_ptr, query_ptr, gate_ptr, rate_ptr, v_ptr, high_ptr, low_key_ptr,
-        w_high_ptr, w_low_ptr, until_ptr, total_ptr, ring_v_ptr, ring_g_ptr, ring_beta_ptr,
-        slot_ptr, valid_ptr, position_ptr, key_ptr, y_ptr, code_ptr, low_ptr, scale_ptr, tile_ptr,
-        copy_ptr, copy_scale_ptr, copy_tile_ptr, v_stride, y_stride, ring_v_stride, ring_g_stride,
-        ring_beta_stride, code_stride, low_stride, scale_stride, tile_stride, copy_stride,
-        copy_scale_stride, copy_tile_stride, layer, head_offset, HK, HV, K, V, L, WP, PER, GW,
-        CODE_HEAD, LOW_HEAD, SCALE_HEAD, COPY_HEAD, COPY_SCALE_HEAD, TILES, UPDATE, OUTPUT,
-        HAS_COPY, SR, BITS, ROUNDS, DOT, LP, WARPS,
-    )  # fmt: skip
 
 
 @triton.jit

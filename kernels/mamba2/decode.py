@@ -50,8 +50,7 @@ def _ask(
 
 
 @triton.jit
-def read_unit(
-    unit,
+def readout_kernel(
     # inputs, [b, ...] with a row stride each, contiguous within a row
     x_ptr, z_ptr, y_ptr, D_ptr,  # D [H, P]
     slot_ptr, valid_ptr, flush_ptr,  # [b]
@@ -73,6 +72,7 @@ def read_unit(
     block are loaded while one is worked on. D_ROWS: D is absent, or with the weights (0, 1),
     or [H, P] (2). EARLY: the launch before may still be running.
     """
+    unit = tl.program_id(0)
     PARTS: tl.constexpr = H // G // HEADS
     i_p, i_g, i_b = unit % PARTS, unit // PARTS % G, (unit // (PARTS * G)).to(tl.int64)
     slot = tl.load(slot_ptr + i_b).to(tl.int64)
@@ -159,32 +159,6 @@ def read_unit(
     else:
         if EARLY:
             wait_for_previous()
-
-
-@triton.jit
-def readout_kernel(
-    # inputs, [b, ...] with a row stride each, contiguous within a row
-    x_ptr, z_ptr, y_ptr, D_ptr,  # D [H, P]
-    slot_ptr, valid_ptr, flush_ptr,  # [b]
-    ring_x_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
-    weight_ptr, c_ptr, top_ptr,  # see prepare_kernel
-    x_stride, z_stride, y_stride, ring_x_stride,
-    copy_stride, copy_scale_stride, copy_tile_stride,
-    H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
-    WP: tl.constexpr, LP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
-    OUTPUT: tl.constexpr, MATRIX: tl.constexpr, D_ROWS: tl.constexpr, HAS_Z: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """Rows that do not flush, a unit a program; see ``read_unit``."""
-    read_unit(
-        tl.program_id(0),
-        x_ptr, z_ptr, y_ptr, D_ptr, slot_ptr, valid_ptr, flush_ptr, ring_x_ptr, copy_ptr,
-        copy_scale_ptr, copy_tile_ptr, weight_ptr, c_ptr, top_ptr, x_stride, z_stride, y_stride,
-        ring_x_stride, copy_stride, copy_scale_stride, copy_tile_stride, H, G, R, N, WP, LP, HEADS,
-        ROWS, AHEAD, COPY_HEAD, COPY_SCALE_HEAD, TILES, OUTPUT, MATRIX, D_ROWS, HAS_Z, EARLY,
-    )  # fmt: skip
 
 
 @triton.jit

@@ -50,9 +50,9 @@ def window_kernel(
     TERMS: tl.constexpr, WARPS: tl.constexpr,
     ROTATE: tl.constexpr, BLOCK: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """One program a (group, row); PER = H / G heads, PERP and LP padded (LP >= 16).
+    """One program a (group, row): what the heads of a group share in the flush of the row.
 
-    BLOCK: size of the rotation's blocks.
+    PER = H / G heads, PERP and LP padded (LP >= 16). BLOCK: size of the rotation's blocks.
     """
     i_g, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if i_b == batch:  # a program of its own, since it is slow
@@ -65,26 +65,6 @@ def window_kernel(
     if L > 1:
         if tl.load(flush_ptr + i_b).to(tl.int32) == 0:
             return
-    leave_window(
-        i_g, i_b, slot, dt_ptr, B_ptr, C_ptr, A_ptr, bias_ptr, rotation_ptr,
-        valid_ptr, ring_dt_ptr, ring_B_ptr, weight_ptr, decay_ptr, window_ptr, vector_ptr,
-        dt_stride, B_stride, C_stride, ring_dt_stride, ring_B_stride,
-        H, G, N, NP, WP, LP, PER, PERP, TERMS, WARPS, ROTATE, BLOCK, SOFTPLUS, HAS_BIAS,
-    )  # fmt: skip
-
-
-@triton.jit
-def leave_window(
-    i_g, i_b, slot,
-    dt_ptr, B_ptr, C_ptr, A_ptr, bias_ptr, rotation_ptr,
-    valid_ptr, ring_dt_ptr, ring_B_ptr, weight_ptr, decay_ptr, window_ptr, vector_ptr,
-    dt_stride, B_stride, C_stride, ring_dt_stride, ring_B_stride,
-    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr,
-    LP: tl.constexpr, PER: tl.constexpr, PERP: tl.constexpr,
-    TERMS: tl.constexpr, WARPS: tl.constexpr,
-    ROTATE: tl.constexpr, BLOCK: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
-    """What the heads of a group share in the flush of a row; arguments as ``window_kernel``."""
     valid = tl.load(valid_ptr + i_b)
     token, n = tl.arange(0, LP), tl.arange(0, NP)
     # each head's dt, decays and weights: exp(a - a_j) dt_j, and exp(a) of the whole window
@@ -170,43 +150,12 @@ def flush_kernel(
     SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
     D_ROWS: tl.constexpr, HAS_Z: tl.constexpr,
 ):  # fmt: skip
-    """Any number of programs share the tiles (row, head, 16 rows of the head) that flush."""
-    flush_tiles(
-        tl.program_id(0), tl.num_programs(0),
-        x_ptr, z_ptr, y_ptr, D_ptr, slot_ptr, valid_ptr, position_ptr, key_ptr, list_ptr,
-        ring_x_ptr, weight_ptr, decay_ptr, window_ptr, vector_ptr, code_ptr, low_ptr, scale_ptr,
-        tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr, x_stride, z_stride, y_stride,
-        ring_x_stride, code_stride, low_stride, scale_stride, tile_stride, copy_stride,
-        copy_scale_stride, copy_tile_stride, layer, head_offset, H, G, R, N, WP, LP, TERMS, LEFT,
-        WARPS, CODE_HEAD, LOW_HEAD, SCALE_HEAD, COPY_HEAD, COPY_SCALE_HEAD, TILES, UPDATE, OUTPUT,
-        HAS_COPY, SR, BITS, ROUNDS, D_ROWS, HAS_Z,
-    )  # fmt: skip
+    """Any number of programs share the tiles (row, head, 16 rows of the head) that flush.
 
-
-@triton.jit
-def flush_tiles(
-    mine, programs,
-    x_ptr, z_ptr, y_ptr, D_ptr,
-    slot_ptr, valid_ptr, position_ptr, key_ptr, list_ptr,
-    ring_x_ptr, weight_ptr, decay_ptr, window_ptr, vector_ptr,  # see window_kernel
-    code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
-    x_stride, z_stride, y_stride, ring_x_stride,
-    code_stride, low_stride, scale_stride, tile_stride,
-    copy_stride, copy_scale_stride, copy_tile_stride,
-    layer, head_offset,
-    H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, WP: tl.constexpr,
-    LP: tl.constexpr, TERMS: tl.constexpr, LEFT: tl.constexpr, WARPS: tl.constexpr,
-    CODE_HEAD: tl.constexpr, LOW_HEAD: tl.constexpr, SCALE_HEAD: tl.constexpr,
-    COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
-    UPDATE: tl.constexpr, OUTPUT: tl.constexpr, HAS_COPY: tl.constexpr,
-    SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
-    D_ROWS: tl.constexpr, HAS_Z: tl.constexpr,
-):  # fmt: skip
-    """Of the tiles (row, head, 16 rows of the head) that flush, the share of program ``mine``.
-
-    It is a run of neighbours: they read the same window, and the next tile is asked for while this
-    one is worked on.
+    Each takes a run of neighbours: they read the same window, and the next tile is asked for while
+    this one is worked on.
     """
+    mine, programs = tl.program_id(0), tl.num_programs(0)
     W: tl.constexpr = N // 8
     TILE_WORDS: tl.constexpr = 16 * CODE_HEAD // R
     LOW_WORDS: tl.constexpr = 16 * LOW_HEAD // R
