@@ -148,14 +148,12 @@ def unstack_rows(x, WP: tl.constexpr, WARPS: tl.constexpr):
     return tl.split(tl.reshape(x, (PAIRS, WP, 2)))
 
 
-@triton.constexpr_function
-def _product_asm():
-    """One mma.m16n8k16: $0..$3 sums, $4..$11 even and odd rows and keys (two words each), sums."""
-    return (
-        "mov.b32 $0, $10; mov.b32 $1, $11; mov.b32 $2, $12; mov.b32 $3, $13; "
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-        "{$0, $1, $2, $3}, {$4, $6, $5, $7}, {$8, $9}, {$0, $1, $2, $3};"
-    )
+_PRODUCT = tl.constexpr(
+    "mov.b32 $0, $10; mov.b32 $1, $11; mov.b32 $2, $12; mov.b32 $3, $13; "
+    "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+    "{$0, $1, $2, $3}, {$4, $6, $5, $7}, {$8, $9}, {$0, $1, $2, $3};"
+)
+"""$0..$3 new sums, $4..$9 even rows, odd rows and keys (two words each), $10..$13 sums."""
 
 
 @triton.jit
@@ -167,9 +165,8 @@ def tile_product(even, odd, key, sums):
     is row 2 g + p of the tile, token 2 q + c. Which column meets which is the same on both sides,
     so their order within the instruction does not matter.
     """
-    ASM: tl.constexpr = _product_asm()
     return tl.inline_asm_elementwise(
-        ASM, "=&f,=&f,=&f,=&f,r,r,r,r,r,r,f,f,f,f", [even, odd, key, sums],
+        _PRODUCT, "=&f,=&f,=&f,=&f,r,r,r,r,r,r,f,f,f,f", [even, odd, key, sums],
         dtype=tl.float32, is_pure=True, pack=4,
     )  # fmt: skip
 

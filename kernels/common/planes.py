@@ -30,12 +30,6 @@ def as_bits(x):
     return x.to(tl.int32, bitcast=True)
 
 
-@triton.jit
-def round_even(x):
-    """Nearest integer, ties to even, for |x| < 2**22."""
-    return (x + 12582912.0) - 12582912.0
-
-
 @triton.constexpr_function
 def element_bits_of(elem):
     """Stored bits of an element name."""

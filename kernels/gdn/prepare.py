@@ -19,9 +19,8 @@ import triton
 import triton.language as tl
 
 from ..common.activation import softplus
-from ..common.fold import list_flushes, plane_order, thread_order
+from ..common.fold import list_flushes, plane_order, prefetch, thread_order
 from ..common.launch import dependents_may_start
-from ..common.planes import PTX
 from ..common.readout import store_vector
 
 
@@ -36,20 +35,6 @@ def rotate_rows(x, sign_ptr, ROWS: tl.constexpr, K: tl.constexpr, KP: tl.constex
             other = tl.gather(x, n ^ (1 << stage), 1)
             x = tl.where((n & (1 << stage)) != 0, other - x, x + other)
     return x
-
-
-@triton.jit
-def _fetch(ptr):
-    """Ask for the cache lines of a pointer tensor ahead of use, into the L2."""
-    if PTX:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [ptr.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @triton.jit
@@ -236,10 +221,10 @@ def prepare_kernel(
     LINE: tl.constexpr = 1024 // ring_k_ptr.dtype.element_ty.primitive_bitwidth
     line = tl.arange(0, KP // LINE if KP > LINE else 1)[None, :] * LINE
     first_k = ring_k_ptr + slot * ring_k_stride + i_k * K
-    _fetch(first_k + token[:, None] * (HK * K) + tl.minimum(line, K - 1))
-    _fetch(ring_g_ptr + slot * ring_g_stride + token * (HV * GW) + i_k * (PER * GW))
-    _fetch(ring_beta_ptr + slot * ring_beta_stride + token * HV + i_k * PER)
-    _fetch(ring_rk_ptr + slot * ring_rk_stride + token * HK + i_k)
+    prefetch(first_k + token[:, None] * (HK * K) + tl.minimum(line, K - 1))
+    prefetch(ring_g_ptr + slot * ring_g_stride + token * (HV * GW) + i_k * (PER * GW))
+    prefetch(ring_beta_ptr + slot * ring_beta_stride + token * HV + i_k * PER)
+    prefetch(ring_rk_ptr + slot * ring_rk_stride + token * HK + i_k)
     if RAW_GATES:
         A_log = tl.load(A_log_ptr + head, mask=head_ok, other=0.0).to(tl.float32)
         bias = tl.load(dt_bias_ptr + head, mask=head_ok, other=0.0).to(tl.float32)
