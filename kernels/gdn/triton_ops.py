@@ -18,7 +18,7 @@ from ...config import StateConfig
 from ...formats.rotation import block_of, signs, unrotate
 from ...state.cache import StepRows
 from ...state.layout import StateViews
-from ..common.check import check_gpu
+from ..common.check import check_gpu, check_rows, check_views
 from ..common.launch import (
     beside,
     early,
@@ -112,39 +112,13 @@ def _check_layer(views: StateViews, config: StateConfig, rows: StepRows) -> None
     if not torch.compiler.is_compiling():
         check_gpu(views.ckpt.device)
     check_state_size(views.ring_v.shape[3], views.ring_k.shape[3])
-    views.check_ring(views.ring_k, config.buffer_len)
     if views.ring_g.shape[3] not in (1, views.ring_k.shape[3]):
         raise ValueError(
             f"a gate of {views.ring_g.shape[3]} columns has no kernel; use 1, or "
             f"{views.ring_k.shape[3]} (one a key channel)"
         )
-    for name, view in views.tensors().items():
-        if not view[0].is_contiguous():
-            raise ValueError(
-                f"{name} has strides {view.stride()}; a slot must be contiguous, only the stride "
-                "from slot to slot is free"
-            )
-        if view.device != rows.slots.device:
-            raise ValueError(f"{name} is on {view.device} but rows are on {rows.slots.device}")
-    wanted = {
-        "valid": torch.int32,
-        "flush": torch.bool,
-        "position": torch.int32,
-        "key": torch.int64,
-    }
-    if rows.slots.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"rows.slots is {rows.slots.dtype}; it must be int64 (or int32)")
-    for name, dtype in wanted.items():
-        value = getattr(rows, name)
-        if value.dtype != dtype:
-            raise TypeError(f"rows.{name} is {value.dtype}; it must be {dtype}")
-    for name in ("slots", *wanted):
-        value = getattr(rows, name)
-        if value.shape != rows.slots.shape or value.ndim != 1 or not value.is_contiguous():
-            raise ValueError(
-                f"rows.{name} has shape {tuple(value.shape)} and strides {value.stride()}; every "
-                "vector needs one entry a row, contiguous"
-            )
+    check_rows(rows, views.ckpt.device)
+    check_views(views, views.ring_k, config)
 
 
 def _row_strided(name: str, t: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -375,7 +349,7 @@ def _step(
     head_offset: int,
     launch: LaunchConfig | None,
 ) -> torch.Tensor:
-    _check_layer(views, config, rows)
+    """The step of a checked layer (``_check_layer``)."""
     device = views.ckpt.device
     names = ("q", "k", "v", "g" if weights is None else "a", "beta" if weights is None else "b")
     q, k, v, g, beta = (
@@ -424,6 +398,7 @@ def decode_step(
     -1) give zeros. Raises TypeError or ValueError before any launch.
     """
     check_inputs(views, rows, q, k, v, g, beta)
+    _check_layer(views, config, rows)
     inputs = (q, k, v, g, beta)
     return _step(
         out, views, config, rows, inputs, None, scale, l2norm, False, layer, head_offset, launch
