@@ -49,6 +49,17 @@ print(json.dumps({
 """
 
 
+def compiled(script: str, update: str, cache: Path) -> dict:
+    """What a script prints of the kernels that it compiles for an update format."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", script, update], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("update", ["P4+8", "e4m3/b32/e8m0"])
 def test_no_product_reads_more_than_its_inner_size(update: str, tmp_path: Path) -> None:
@@ -58,13 +69,7 @@ def test_no_product_reads_more_than_its_inner_size(update: str, tmp_path: Path) 
     wrongly, without an error. Byte scales loaded one by one brought that about. The products that
     are written as instructions find their operands where those have them.
     """
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, update], env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(done.stdout.splitlines()[-1])
+    report = compiled(SCRIPT, update, tmp_path)
     assert report["products"] > 20 and report["widths"] == [2]
     assert len(report["inline"]) >= 32
     for layout in report["inline"]:  # what fold.tile_product takes for granted
@@ -97,17 +102,6 @@ print(json.dumps(counts))
 """
 
 
-def products(update: str, cache: Path) -> dict[str, int]:
-    """Multiplications and fused ones of a kernel that stores one tile, 64 elements a thread."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", STORE, update], env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.mark.slow
 def test_no_element_of_a_shared_fp16_state_is_dropped(tmp_path: Path) -> None:
     """A thread rounds 64 elements, each with one product; ptxas 12.8 once left out every fourth.
@@ -115,7 +109,7 @@ def test_no_element_of_a_shared_fp16_state_is_dropped(tmp_path: Path) -> None:
     It made 0 of a product with 2**-112 whose bits were then shifted left, and with it zeroed a
     quarter of the state; the interpreter cannot show that.
     """
-    assert sum(products("fp16", tmp_path).values()) >= 64
+    assert sum(compiled(STORE, "fp16", tmp_path).values()) >= 64
 
 
 @pytest.mark.slow
@@ -125,5 +119,5 @@ def test_integers_are_scaled_before_they_are_rounded(tmp_path: Path) -> None:
     The codec rounds the product first; where the two differ is one value in 100,000, and far more
     of a checkpoint with few bits.
     """
-    counts = products("int8", tmp_path)
+    counts = compiled(STORE, "int8", tmp_path)
     assert counts["FMUL"] >= 64 and counts["FFMA"] < 32
