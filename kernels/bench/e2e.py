@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import gzip
 import json
 import math
 import os
@@ -100,10 +101,14 @@ SUFFIXES: dict[str, dict[str, Any]] = {
 SPREAD = (0.0, 0.05, 0.25, 0.75, 0.95, 0.99)
 """Quantiles of the steps in a row: flushes of a whole batch at once show as a second mode."""
 
+PROFILE_STEPS = 32
+"""Steps of the trace that ``--profile`` takes."""
+
 PROMPT = 22
 """Tokens of the longest prompt."""
 RESULTS = Path(__file__).parent / "results"
 OP = "e2e_decode_speedup"
+PROFILE = "e2e_profile"
 BUDGET_GIB = 30
 """Cache in which the tables count the requests that find room."""
 
@@ -183,7 +188,7 @@ def write_tuned(folder: Path, gpu: str, results: Path = RESULTS) -> Path:
     return folder
 
 
-def measure(llm: Any, batch: int, tokens: int, vocab: int) -> dict[str, Any]:
+def measure(llm: Any, batch: int, tokens: int, vocab: int, warm: int = 20) -> dict[str, Any]:
     """Times of the engine steps in which all requests of a batch got a token."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -218,7 +223,8 @@ def measure(llm: Any, batch: int, tokens: int, vocab: int) -> dict[str, Any]:
 
     core.get_output = noted
     try:
-        answer(20, "warm")
+        if warm:
+            answer(warm, "warm")
         start = answer(tokens, "timed")
     finally:
         core.get_output = get_output
@@ -246,6 +252,62 @@ def measure(llm: Any, batch: int, tokens: int, vocab: int) -> dict[str, Any]:
     }
 
 
+def read_trace(path: Path, top: int = 24) -> dict[str, Any]:
+    """Time of a trace's GPU kernels: the longest by name, and the share of the span with any.
+
+    ``path`` is what torch's profiler writes (Chrome trace JSON, gzip or not); its times are in
+    microseconds. Kernels that run beside each other count once in ``busy_us`` and each in
+    ``kernels``. Raises ValueError if it holds no kernel.
+    """
+    opened = gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+    with opened as stream:
+        events = json.load(stream)["traceEvents"]
+    found = sorted((e["ts"], e["dur"], e["name"]) for e in events if e.get("cat") in KERNEL_EVENTS)
+    if not found:
+        raise ValueError(f"{path.name} holds no GPU kernel; does the profiler see the GPU?")
+    total: dict[str, list[float]] = {}
+    busy, until = 0.0, found[0][0]
+    for at, took, name in found:
+        entry = total.setdefault(name[:80], [0, 0.0])
+        entry[0] += 1
+        entry[1] += took
+        busy += max(0.0, at + took - max(until, at))
+        until = max(until, at + took)
+    longest = sorted(total.items(), key=lambda item: -item[1][1])[:top]
+    return {
+        "span_us": round(until - found[0][0], 1),
+        "busy_us": round(busy, 1),
+        "kernels": [[name, int(n), round(us, 1)] for name, (n, us) in longest],
+    }
+
+
+KERNEL_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
+"""What a GPU does, as torch's profiler calls it."""
+
+
+def profile(llm: Any, batch: int, vocab: int, folder: Path) -> dict[str, Any]:
+    """Where the GPU's time goes in ``PROFILE_STEPS`` decode steps of a batch."""
+    engine, core = llm.llm_engine, llm.llm_engine.engine_core
+    get_output, full = core.get_output, [0]
+
+    def noted() -> Any:
+        found = get_output()
+        full[0] += len(found.outputs) == batch
+        if full[0] in (8, 8 + PROFILE_STEPS) and len(found.outputs) == batch:
+            (engine.start_profile if full[0] == 8 else engine.stop_profile)()
+        return found
+
+    core.get_output = noted
+    try:
+        measure(llm, batch, PROFILE_STEPS + 16, vocab, warm=0)
+    finally:
+        core.get_output = get_output
+    traces = sorted(folder.glob("*.json*"), key=lambda p: p.stat().st_mtime)
+    if not traces:
+        raise RuntimeError("the engine's profiler wrote no trace")
+    return read_trace(traces[-1])
+
+
 def child(job: Mapping[str, Any]) -> None:
     """One engine: start, say so; for each line on stdin measure and write all rows so far."""
     import torch
@@ -267,15 +329,20 @@ def child(job: Mapping[str, Any]) -> None:
     for line in sys.stdin:
         point = json.loads(line)
         try:
-            row = measure(llm, point["batch"], point["tokens"], job["vocab"])
-        except RuntimeError as error:
+            if point["tokens"] is None:
+                folder = Path(job["engine"]["profiler_config"]["torch_profiler_dir"])
+                row = profile(llm, point["batch"], job["vocab"], folder)
+                row |= {"op": PROFILE, "batch": point["batch"]}
+            else:
+                row = measure(llm, point["batch"], point["tokens"], job["vocab"])
+        except (RuntimeError, ValueError) as error:
             row = {**point, "error": str(error)}
         found["rows"].append(row)
         _write(Path(job["out"]), json.dumps(found))
 
 
 def engine_arguments(model: Path, arm: Mapping[str, Any], args: argparse.Namespace) -> dict:
-    """Arguments of ``vllm.LLM`` for an arm."""
+    """Arguments of ``vllm.LLM`` for an arm, whose configuration is in the folder ``model``."""
     extra: dict[str, Any] = {"gdn_prefill_backend": "triton"}
     if "options" in arm:
         extra["replayssm_quant"] = arm["options"]
@@ -284,6 +351,16 @@ def engine_arguments(model: Path, arm: Mapping[str, Any], args: argparse.Namespa
     cache = args.cache_gib * 2**30
     if not cache:
         cache = max(cache_bytes(args.model, arm, b, PROMPT + t) for b, t in args.batches)
+    profiler: dict[str, Any] = {}
+    if args.profile:
+        profiler["profiler_config"] = {
+            "profiler": "torch",
+            "torch_profiler_dir": str(model.absolute() / "trace"),
+            "torch_profiler_activities": ["CUDA"],
+            "torch_profiler_with_stack": False,
+            "torch_profiler_dump_cuda_time_total": False,
+            "ignore_frontend": True,
+        }
     return {
         "model": str(model),
         "load_format": "dummy",
@@ -299,6 +376,7 @@ def engine_arguments(model: Path, arm: Mapping[str, Any], args: argparse.Namespa
         "kv_cache_memory_bytes": int(cache),
         "compilation_config": {"cudagraph_capture_sizes": batches},
         "additional_config": extra,
+        **profiler,
         **arm.get("engine", {}),
         **json.loads(args.engine),
     }
@@ -313,7 +391,7 @@ class Engine:
     """A child process and what it has said."""
 
     def __init__(self, name: str, folder: Path, args: argparse.Namespace, tuned: Path):
-        model = folder / args.model
+        model = folder / f"{args.model}-{name}"
         model.mkdir(exist_ok=True)
         config = COMMON | MODELS[args.model]
         (model / "config.json").write_text(json.dumps(config))
@@ -348,8 +426,8 @@ class Engine:
             time.sleep(0.3)
         return False
 
-    def measure(self, batch: int, tokens: int, deadline: float) -> None:
-        """Let it measure one point, and wait for it."""
+    def measure(self, batch: int, tokens: int | None, deadline: float) -> None:
+        """Let it measure one point (without ``tokens``: take a profile), and wait for it."""
         if not self.start_s or self.process.poll() is not None:
             return
         self.asked += 1
@@ -433,7 +511,10 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             try:
                 for engine in wave:
                     engine.wait_ready(end)
-                for batch, tokens in args.batches:
+                points = [*args.batches]
+                if args.profile:
+                    points.append((max(batch for batch, _ in args.batches), None))
+                for batch, tokens in points:
                     with _alone(args.lock):
                         for engine in wave:
                             engine.measure(batch, tokens, end)
@@ -453,6 +534,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 def _line(row: Mapping[str, Any]) -> str:
     if "error" in row:
         return f"{row['arm']}: failed: {row['error']}"
+    if row["op"] == PROFILE:
+        return f"{row['arm']}, batch {row['batch']}: GPU busy {row['busy_us'] / row['span_us']:.0%}"
     return (
         f"{row['arm']} ({row['runner']}, vLLM {row['vllm']}), batch {row['batch']}: "
         f"{row['step_ms']:.2f} ms a step (median {row['median_ms']:.2f}), "
@@ -518,11 +601,55 @@ def _point_table(rows: list[dict], batch: int, tokens: int) -> list[str]:
     return _table(header, out)
 
 
+def _kind_of_kernel(name: str) -> str:
+    """Which part of a step a GPU kernel belongs to."""
+    for kind, marks in KERNEL_KINDS:
+        if any(mark in name for mark in marks):
+            return kind
+    return "other"
+
+
+KERNEL_KINDS = (
+    ("read", ("readout_kernel", "step_kernel")),
+    ("flush", ("flush_kernel", "window_kernel")),
+    ("prepare", ("prepare_kernel",)),
+    ("cursors", ("cursor", "advance")),
+    ("native state", ("selective_scan", "selective_state", "gated_delta", "replay")),
+    ("convolution", ("causal_conv",)),
+    ("attention", ("attention", "flash", "reshape_and_cache")),
+    ("matrix products", ("gemm", "nvjet", "cutlass", "splitK", "gemv", "cublas")),
+)
+"""Parts of a step, and what the names of their kernels contain."""
+
+
+def _profile_table(profiles: list[dict[str, Any]]) -> list[str]:
+    """GPU time of the parts of a step, in per cent of the span of the profiled steps."""
+    if not profiles:
+        return []
+    header = ["arm", "batch", "GPU busy", *(kind for kind, _ in KERNEL_KINDS), "other"]
+    out = []
+    for row in profiles:
+        share = dict.fromkeys(header[3:], 0.0)
+        for name, _, took in row["kernels"]:
+            share[_kind_of_kernel(name)] += took / row["span_us"]
+        line = [row["arm"], str(row["batch"]), f"{row['busy_us'] / row['span_us']:.0%}"]
+        out.append(line + [f"{value:.0%}" if value else "–" for value in share.values()])
+    return [
+        f"### Where the time of {PROFILE_STEPS} steps goes",
+        "",
+        "Share of the steps' span, by the profiler, which slows a step. Kernels beside each other "
+        "count each, so a row can exceed what the GPU was busy.",
+        "",
+        *_table(header, out),
+    ]
+
+
 def section(rows: list[dict[str, Any]]) -> list[str]:
     """Tables of one model."""
     failed = [r for r in rows if "error" in r]
-    rows = [r for r in rows if "error" not in r]
-    lines = [f"## {(rows or failed)[0]['model']}", ""]
+    profiles = [r for r in rows if "error" not in r and r["op"] == PROFILE]
+    rows = [r for r in rows if "error" not in r and r["op"] == OP]
+    lines = [f"## {(rows or failed or profiles)[0]['model']}", ""]
     if rows:
         first = rows[0]
         lines += [
@@ -548,6 +675,7 @@ def section(rows: list[dict[str, Any]]) -> list[str]:
     for batch, tokens in dict.fromkeys((r["batch"], r["tokens"]) for r in rows):
         lines += [f"### Batch {batch}, {tokens} tokens", ""]
         lines += _point_table(rows, batch, tokens)
+    lines += _profile_table(profiles)
     for arm in _order(failed, "arm"):
         lines.append(f"{arm} failed: {next(r['error'] for r in failed if r['arm'] == arm)}")
         lines.append("")
@@ -594,6 +722,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seconds", type=float, default=3600.0, help="for everything together")
     add("--engine", default="{}", help="more arguments of vllm.LLM, as JSON")
     add("--python", default=sys.executable, help="interpreter that has vLLM")
+    add("--profile", action="store_true", help="also take a profile of the largest batch")
     add("--lock", help="a file to lock while measuring")
     add("--logs", help="keep the engines' logs in this folder")
     add("--out", default=f"{OP}.json")

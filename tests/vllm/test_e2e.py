@@ -1,5 +1,6 @@
 """The end-to-end benchmark without vLLM: its arms, its geometries, and how it drives engines."""
 
+import gzip
 import json
 import sys
 from argparse import Namespace
@@ -65,6 +66,7 @@ def test_every_arm_is_plain_vllm_or_valid_options(model: str, arm: str) -> None:
         memory_share=0.2,
         cache_gib=1.0,
         engine='{"seed": 3}',
+        profile=False,
     )
     engine = e2e.engine_arguments(Path("m"), e2e.ARMS[arm], args)
     assert engine["max_num_seqs"] == 8 and engine["seed"] == 3
@@ -261,3 +263,31 @@ def test_unusable_arguments_are_refused(
     with pytest.raises(SystemExit) as error:
         e2e.main(argv)
     assert error.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_trace_is_summed_by_kernel(tmp_path):
+    events = [
+        {"cat": "kernel", "name": "readout_kernel", "ts": 10.0, "dur": 4.0},
+        {"cat": "kernel", "name": "flush_kernel", "ts": 12.0, "dur": 4.0},  # 2 of them alone
+        {"cat": "kernel", "name": "readout_kernel", "ts": 20.0, "dur": 5.0},
+        {"cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 100.0},
+        {"name": "process_name", "ph": "M"},
+    ]
+    path = tmp_path / "trace.json.gz"
+    with gzip.open(path, "wt") as stream:
+        json.dump({"traceEvents": events}, stream)
+    found = e2e.read_trace(path)
+    assert found["span_us"] == 15.0 and found["busy_us"] == 11.0
+    assert found["kernels"] == [["readout_kernel", 2, 9.0], ["flush_kernel", 1, 4.0]]
+    row = {"arm": "P4+8", "batch": 256, **found}
+    text = "\n".join(e2e._profile_table([row]))
+    assert "| P4+8 | 256 | 73% | 60% | 27% |" in text
+
+
+def test_a_trace_without_kernels_is_refused(tmp_path):
+    path = tmp_path / "trace.json"
+    path.write_text(
+        json.dumps({"traceEvents": [{"cat": "cpu_op", "ts": 0, "dur": 1, "name": "x"}]})
+    )
+    with pytest.raises(ValueError, match=r"trace\.json holds no GPU kernel"):
+        e2e.read_trace(path)
