@@ -234,6 +234,86 @@ def _fold_dot(
 
 
 @triton.jit
+def flush_tile(
+    i_b, i_h, i_t, slot, valid, ahead,
+    # of prepare_kernel, at this head or its key head
+    keys_ptr, query_ptr, gate_ptr, rate_ptr, v_ptr,
+    high_ptr, low_key_ptr, w_high_ptr, w_low_ptr, until_ptr, total_ptr,
+    ring_v_ptr, ring_g_ptr, ring_beta_ptr, position_ptr, key_ptr, y_ptr,
+    code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
+    v_stride, y_stride, ring_v_stride, ring_g_stride, ring_beta_stride,
+    code_stride, low_stride, scale_stride, tile_stride,
+    copy_stride, copy_scale_stride, copy_tile_stride, layer, head_offset,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WP: tl.constexpr, GW: tl.constexpr,
+    CODE_HEAD: tl.constexpr, LOW_HEAD: tl.constexpr, SCALE_HEAD: tl.constexpr,
+    COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
+    UPDATE: tl.constexpr, OUTPUT: tl.constexpr, HAS_COPY: tl.constexpr,
+    SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
+    DOT: tl.constexpr, LP: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Fold the window into tile i_t (16 rows) of a value head, store it and its y.
+
+    ahead: the tile to ask for meanwhile, counted from the head's first.
+    """
+    W: tl.constexpr = K // 8
+    TILE_WORDS: tl.constexpr = 16 * CODE_HEAD // V
+    LOW_WORDS: tl.constexpr = 16 * LOW_HEAD // V
+    OPERAND: tl.constexpr = operand_of(UPDATE)
+    RAW: tl.constexpr = DOT and OPERAND == "row"
+    column = tl.arange(0, WP)
+    column_ok = column < W
+    pair = i_t * PAIRS + tl.arange(0, PAIRS)
+    row_ok = (2 * pair < V, 2 * pair + 1 < V)
+    code = code_ptr + slot * code_stride + i_h * CODE_HEAD
+    low = low_ptr + slot * low_stride + i_h * LOW_HEAD
+    scales = scale_ptr + slot * scale_stride + i_h * SCALE_HEAD
+    tiles = tile_ptr + slot * tile_stride + i_h * TILES
+    values = decode_tile(
+        pair, column, row_ok, column_ok, code, low, scales, tiles, UPDATE, V, K, RAW
+    )
+    if V % 16 == 0:  # heads follow each other without a gap
+        prefetch_words(code, ahead * TILE_WORDS, TILE_WORDS)
+        prefetch_words(low, ahead * LOW_WORDS, LOW_WORDS)
+    ring_v = ring_v_ptr + slot * ring_v_stride + i_h * V
+    v_now = v_ptr + i_b * v_stride + i_h * V
+    if DOT:
+        values = _fold_dot(
+            values, scales, high_ptr, low_key_ptr,
+            high_ptr + LP * 8 * WP, low_key_ptr + LP * 8 * WP,
+            w_high_ptr, w_low_ptr, until_ptr, tl.load(total_ptr), ring_v, v_now, valid, i_t, pair,
+            HV, V, WP, LP, OPERAND, WARPS,
+        )  # fmt: skip
+    else:
+        values = _fold_ring(
+            values, keys_ptr, ring_v,
+            ring_g_ptr + slot * ring_g_stride + i_h * GW,
+            ring_beta_ptr + slot * ring_beta_stride + i_h,
+            valid, pair, column, row_ok, column_ok, HV, V, K, GW,
+        )  # fmt: skip
+        even, odd = _load_rows(v_now, pair, row_ok)
+        held = ring_v_ptr.dtype.element_ty  # a flush sees what a ring would have kept
+        v = (even.to(held).to(tl.float32), odd.to(held).to(tl.float32))
+        k = _load_planes(keys_ptr + valid * K, column, column_ok, W)
+        decay = _decays(gate_ptr, column, column_ok, W, GW)
+        values = _fold_token(values, k, decay, tl.load(rate_ptr), v, GW)
+    q = _load_planes(query_ptr, column, column_ok, W)
+    for p in tl.static_range(2):
+        dot = values[p * 8] * q[0]
+        for e in tl.static_range(1, 8):
+            dot += values[p * 8 + e] * q[e]
+        y = y_ptr + i_b * y_stride + i_h * V + 2 * pair + p
+        tl.store(y, tl.sum(dot, 1).to(y_ptr.dtype.element_ty), mask=row_ok[p])
+    encode_state(
+        values, tl.load(key_ptr + i_b), tl.load(position_ptr + i_b), layer,
+        i_h + head_offset, pair, column, row_ok, column_ok, code, low, scales, tiles,
+        copy_ptr + slot * copy_stride + i_h * COPY_HEAD,
+        copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD,
+        copy_tile_ptr + slot * copy_tile_stride + i_h * TILES,
+        UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, V, K,
+    )  # fmt: skip
+
+
+@triton.jit
 def flush_kernel(
     list_ptr, keys_ptr, query_ptr, gate_ptr, rate_ptr, v_ptr,  # see prepare_kernel
     high_ptr, low_key_ptr, w_high_ptr, w_low_ptr, until_ptr, total_ptr,  # with DOT
@@ -258,13 +338,6 @@ def flush_kernel(
     this one is worked on.
     """
     mine, programs = tl.program_id(0), tl.num_programs(0)
-    W: tl.constexpr = K // 8
-    TILE_WORDS: tl.constexpr = 16 * CODE_HEAD // V
-    LOW_WORDS: tl.constexpr = 16 * LOW_HEAD // V
-    OPERAND: tl.constexpr = operand_of(UPDATE)
-    RAW: tl.constexpr = DOT and OPERAND == "row"
-    column = tl.arange(0, WP)
-    column_ok = column < W
     units = tl.load(list_ptr) * (HV * TILES)
     run = tl.cdiv(units, programs)
     end = tl.minimum((mine + 1) * run, units)
@@ -272,64 +345,25 @@ def flush_kernel(
         i_b = tl.load(list_ptr + 1 + unit // (HV * TILES)).to(tl.int64)
         i_h = unit // TILES % HV
         i_t = unit % TILES
-        pair = i_t * PAIRS + tl.arange(0, PAIRS)
-        row_ok = (2 * pair < V, 2 * pair + 1 < V)
         slot = tl.load(slot_ptr + i_b).to(tl.int64)
-        valid = tl.load(valid_ptr + i_b)
-        code = code_ptr + slot * code_stride + i_h * CODE_HEAD
-        low = low_ptr + slot * low_stride + i_h * LOW_HEAD
-        scales = scale_ptr + slot * scale_stride + i_h * SCALE_HEAD
-        tiles = tile_ptr + slot * tile_stride + i_h * TILES
-        values = decode_tile(
-            pair, column, row_ok, column_ok, code, low, scales, tiles, UPDATE, V, K, RAW
-        )
-        if V % 16 == 0:  # heads follow each other without a gap
-            ahead = ((unit + 1 < end) & (unit % (HV * TILES) + 1 < HV * TILES)).to(tl.int32) + i_t
-            prefetch_words(code, ahead * TILE_WORDS, TILE_WORDS)
-            prefetch_words(low, ahead * LOW_WORDS, LOW_WORDS)
         head = i_b * HV + i_h
         key_head = i_b * HK + i_h // PER
-        ring_v = ring_v_ptr + slot * ring_v_stride + i_h * V
-        v_now = v_ptr + i_b * v_stride + i_h * V
-        if DOT:
-            values = _fold_dot(
-                values, scales,
-                high_ptr + key_head * (2 * LP * 8 * WP),
-                low_key_ptr + key_head * (2 * LP * 8 * WP),
-                high_ptr + key_head * (2 * LP * 8 * WP) + LP * 8 * WP,
-                low_key_ptr + key_head * (2 * LP * 8 * WP) + LP * 8 * WP,
-                w_high_ptr + head * (LP * LP), w_low_ptr + head * (LP * LP),
-                until_ptr + head * LP, tl.load(total_ptr + head), ring_v, v_now, valid, i_t, pair,
-                HV, V, WP, LP, OPERAND, WARPS,
-            )  # fmt: skip
-        else:
-            keys = keys_ptr + key_head * (L * K)
-            values = _fold_ring(
-                values, keys, ring_v,
-                ring_g_ptr + slot * ring_g_stride + i_h * GW,
-                ring_beta_ptr + slot * ring_beta_stride + i_h,
-                valid, pair, column, row_ok, column_ok, HV, V, K, GW,
-            )  # fmt: skip
-            even, odd = _load_rows(v_now, pair, row_ok)
-            held = ring_v_ptr.dtype.element_ty  # a flush sees what a ring would have kept
-            v = (even.to(held).to(tl.float32), odd.to(held).to(tl.float32))
-            k = _load_planes(keys + valid * K, column, column_ok, W)
-            decay = _decays(gate_ptr + head * GW, column, column_ok, W, GW)
-            values = _fold_token(values, k, decay, tl.load(rate_ptr + head), v, GW)
-        q = _load_planes(query_ptr + key_head * K, column, column_ok, W)
-        for p in tl.static_range(2):
-            dot = values[p * 8] * q[0]
-            for e in tl.static_range(1, 8):
-                dot += values[p * 8 + e] * q[e]
-            y = y_ptr + i_b * y_stride + i_h * V + 2 * pair + p
-            tl.store(y, tl.sum(dot, 1).to(y_ptr.dtype.element_ty), mask=row_ok[p])
-        encode_state(
-            values, tl.load(key_ptr + i_b), tl.load(position_ptr + i_b), layer,
-            i_h + head_offset, pair, column, row_ok, column_ok, code, low, scales, tiles,
-            copy_ptr + slot * copy_stride + i_h * COPY_HEAD,
-            copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD,
-            copy_tile_ptr + slot * copy_tile_stride + i_h * TILES,
-            UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, V, K,
+        ahead = ((unit + 1 < end) & (unit % (HV * TILES) + 1 < HV * TILES)).to(tl.int32) + i_t
+        flush_tile(
+            i_b, i_h, i_t, slot, tl.load(valid_ptr + i_b), ahead,
+            keys_ptr + key_head * (L * K), query_ptr + key_head * K,
+            gate_ptr + head * GW, rate_ptr + head, v_ptr,
+            high_ptr + key_head * (2 * LP * 8 * WP), low_key_ptr + key_head * (2 * LP * 8 * WP),
+            w_high_ptr + head * (LP * LP), w_low_ptr + head * (LP * LP),
+            until_ptr + head * LP, total_ptr + head,
+            ring_v_ptr, ring_g_ptr, ring_beta_ptr, position_ptr, key_ptr, y_ptr,
+            code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
+            v_stride, y_stride, ring_v_stride, ring_g_stride, ring_beta_stride,
+            code_stride, low_stride, scale_stride, tile_stride,
+            copy_stride, copy_scale_stride, copy_tile_stride, layer, head_offset,
+            HV, K, V, WP, GW,
+            CODE_HEAD, LOW_HEAD, SCALE_HEAD, COPY_HEAD, COPY_SCALE_HEAD, TILES,
+            UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, DOT, LP, WARPS,
         )  # fmt: skip
 
 

@@ -36,6 +36,71 @@ from .decode import finish
 
 
 @triton.jit
+def window_rows(
+    i_b, slot, valid, i_g, first,
+    dt_ptr, B_ptr, C_ptr, A_ptr, bias_ptr, rotation_ptr, ring_dt_ptr, ring_B_ptr,
+    weight_ptr, decay_ptr, window_ptr, vector_ptr,
+    dt_stride, B_stride, C_stride, ring_dt_stride, ring_B_stride,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr,
+    LP: tl.constexpr, PER: tl.constexpr, PERP: tl.constexpr,
+    TERMS: tl.constexpr, WARPS: tl.constexpr,
+    ROTATE: tl.constexpr, BLOCK: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """What PER heads from ``first`` on, of group i_g, share in the flush of row i_b.
+
+    Written at weight_ptr [PER, LP], decay_ptr [PER], window_ptr [TERMS, LP, 8 WP] and vector_ptr
+    [N]; inputs as in ``window_kernel``. Any number of warps writes the same bits.
+    """
+    token, n = tl.arange(0, LP), tl.arange(0, NP)
+    # each head's dt, decays and weights: exp(a - a_j) dt_j, and exp(a) of the whole window
+    head = tl.arange(0, PERP)
+    head_ok = head < PER
+    dt_now = tl.load(dt_ptr + i_b * dt_stride + first + head, mask=head_ok, other=0.0)
+    dt_now = dt_now.to(tl.float32)
+    if HAS_BIAS:
+        dt_now += tl.load(bias_ptr + first + head, mask=head_ok, other=0.0).to(tl.float32)
+    if SOFTPLUS:
+        dt_now = softplus(dt_now)
+    ring_dt = ring_dt_ptr + slot * ring_dt_stride + first
+    at = ring_dt + token[None, :] * H + head[:, None]
+    dt = tl.load(at, mask=(token < valid)[None, :] & head_ok[:, None], other=0.0)
+    dt = tl.where((token == valid)[None, :] & head_ok[:, None], dt_now[:, None], dt)
+    later = tl.load(at + H, mask=(token + 1 < valid)[None, :] & head_ok[:, None], other=0.0)
+    later = tl.where((token + 1 == valid)[None, :] & head_ok[:, None], dt_now[:, None], later)
+    A = tl.load(A_ptr + first + head, mask=head_ok, other=0.0).to(tl.float32)[:, None]
+    decay = dt * A
+    # sums of what comes after a token, none a difference: no exponent is positive
+    weight = tl.exp(tl.cumsum(later * A, 1, reverse=True)) * dt
+    at = head[:, None] * LP + token[None, :]
+    tl.store(weight_ptr + at, weight, mask=head_ok[:, None])
+    tl.store(decay_ptr + head, tl.exp(tl.sum(decay, 1)), mask=head_ok)
+    # the group's C and B
+    C = tl.load(C_ptr + i_b * C_stride + i_g * N + n, mask=n < N, other=0.0)
+    if not ROTATE:
+        tl.store(vector_ptr + n, C.to(tl.float32), mask=n < N)
+    ring_B = ring_B_ptr + slot * ring_B_stride + i_g * N
+    inside = (n < N)[None, :]
+    B = tl.load(
+        ring_B + token[:, None] * (G * N) + n[None, :],
+        mask=(token < valid)[:, None] & inside, other=0.0,
+    )  # fmt: skip
+    B_now = tl.load(B_ptr + i_b * B_stride + i_g * N + n, mask=n < N, other=0.0).to(B.dtype)
+    B = tl.where((token == valid)[:, None], B_now[None, :], B)
+    window = window_ptr + token[:, None] * (8 * WP)
+    if ROTATE:
+        CHUNK: tl.constexpr = NP if NP < 64 else 64
+        C = tl.where((token == 0)[:, None], C[None, :], 0.0).to(C_ptr.dtype.element_ty)
+        for start in range(0, NP, CHUNK):
+            mine = start + tl.arange(0, CHUNK)
+            turned = rotate_window(C, rotation_ptr + start, NP, CHUNK) * (BLOCK**-0.5)
+            tl.store(vector_ptr + mine, tl.sum(turned, 0), mask=mine < N)
+            part = rotate_window(B, rotation_ptr + start, NP, CHUNK) * (BLOCK**-0.5)
+            store_terms(window, part, mine, N, WP, LP, TERMS, WARPS)
+    else:
+        store_terms(window, B.to(tl.float32), n, N, WP, LP, TERMS, WARPS)
+
+
+@triton.jit
 def window_kernel(
     dt_ptr, B_ptr, C_ptr, A_ptr, bias_ptr,
     rotation_ptr,  # +-1 [NP, NP] (fold.rotation_table)
@@ -65,56 +130,15 @@ def window_kernel(
     if L > 1:
         if tl.load(flush_ptr + i_b).to(tl.int32) == 0:
             return
-    valid = tl.load(valid_ptr + i_b)
-    token, n = tl.arange(0, LP), tl.arange(0, NP)
-    # each head's dt, decays and weights: exp(a - a_j) dt_j, and exp(a) of the whole window
-    head = tl.arange(0, PERP)
-    head_ok = head < PER
     first = i_g * PER
-    dt_now = tl.load(dt_ptr + i_b * dt_stride + first + head, mask=head_ok, other=0.0)
-    dt_now = dt_now.to(tl.float32)
-    if HAS_BIAS:
-        dt_now += tl.load(bias_ptr + first + head, mask=head_ok, other=0.0).to(tl.float32)
-    if SOFTPLUS:
-        dt_now = softplus(dt_now)
-    ring_dt = ring_dt_ptr + slot * ring_dt_stride + first
-    at = ring_dt + token[None, :] * H + head[:, None]
-    dt = tl.load(at, mask=(token < valid)[None, :] & head_ok[:, None], other=0.0)
-    dt = tl.where((token == valid)[None, :] & head_ok[:, None], dt_now[:, None], dt)
-    later = tl.load(at + H, mask=(token + 1 < valid)[None, :] & head_ok[:, None], other=0.0)
-    later = tl.where((token + 1 == valid)[None, :] & head_ok[:, None], dt_now[:, None], later)
-    A = tl.load(A_ptr + first + head, mask=head_ok, other=0.0).to(tl.float32)[:, None]
-    decay = dt * A
-    # sums of what comes after a token, none a difference: no exponent is positive
-    weight = tl.exp(tl.cumsum(later * A, 1, reverse=True)) * dt
-    at = (i_b * H + first + head)[:, None] * LP + token[None, :]
-    tl.store(weight_ptr + at, weight, mask=head_ok[:, None])
-    tl.store(decay_ptr + i_b * H + first + head, tl.exp(tl.sum(decay, 1)), mask=head_ok)
-    # the group's C and B
-    C = tl.load(C_ptr + i_b * C_stride + i_g * N + n, mask=n < N, other=0.0)
-    vector = vector_ptr + (i_b * G + i_g) * N
-    if not ROTATE:
-        tl.store(vector + n, C.to(tl.float32), mask=n < N)
-    ring_B = ring_B_ptr + slot * ring_B_stride + i_g * N
-    inside = (n < N)[None, :]
-    B = tl.load(
-        ring_B + token[:, None] * (G * N) + n[None, :],
-        mask=(token < valid)[:, None] & inside, other=0.0,
+    window_rows(
+        i_b, slot, tl.load(valid_ptr + i_b), i_g, first,
+        dt_ptr, B_ptr, C_ptr, A_ptr, bias_ptr, rotation_ptr, ring_dt_ptr, ring_B_ptr,
+        weight_ptr + (i_b * H + first) * LP, decay_ptr + i_b * H + first,
+        window_ptr + (i_b * G + i_g) * (TERMS * LP * 8 * WP), vector_ptr + (i_b * G + i_g) * N,
+        dt_stride, B_stride, C_stride, ring_dt_stride, ring_B_stride,
+        H, G, N, NP, WP, LP, PER, PERP, TERMS, WARPS, ROTATE, BLOCK, SOFTPLUS, HAS_BIAS,
     )  # fmt: skip
-    B_now = tl.load(B_ptr + i_b * B_stride + i_g * N + n, mask=n < N, other=0.0).to(B.dtype)
-    B = tl.where((token == valid)[:, None], B_now[None, :], B)
-    window = window_ptr + (i_b * G + i_g) * (TERMS * LP * 8 * WP) + token[:, None] * (8 * WP)
-    if ROTATE:
-        CHUNK: tl.constexpr = NP if NP < 64 else 64
-        C = tl.where((token == 0)[:, None], C[None, :], 0.0).to(C_ptr.dtype.element_ty)
-        for start in range(0, NP, CHUNK):
-            mine = start + tl.arange(0, CHUNK)
-            turned = rotate_window(C, rotation_ptr + start, NP, CHUNK) * (BLOCK**-0.5)
-            tl.store(vector + mine, tl.sum(turned, 0), mask=mine < N)
-            part = rotate_window(B, rotation_ptr + start, NP, CHUNK) * (BLOCK**-0.5)
-            store_terms(window, part, mine, N, WP, LP, TERMS, WARPS)
-    else:
-        store_terms(window, B.to(tl.float32), n, N, WP, LP, TERMS, WARPS)
 
 
 @triton.jit
@@ -130,6 +154,74 @@ def store_terms(
             tl.store(at + k * (LP * 8 * WP), terms[k])
     else:
         tl.store(at, B)
+
+
+@triton.jit
+def flush_tile(
+    i_b, i_h, i_t, slot, valid, ahead,
+    x_ptr, z_ptr, y_ptr, D_ptr, position_ptr, key_ptr, ring_x_ptr,
+    weight_ptr, decay_ptr, window_ptr, vector_ptr,  # at this head and its group
+    code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
+    x_stride, z_stride, y_stride, ring_x_stride,
+    code_stride, low_stride, scale_stride, tile_stride,
+    copy_stride, copy_scale_stride, copy_tile_stride, layer, head_offset,
+    H: tl.constexpr, R: tl.constexpr, N: tl.constexpr, WP: tl.constexpr,
+    LP: tl.constexpr, TERMS: tl.constexpr, LEFT: tl.constexpr, WARPS: tl.constexpr,
+    CODE_HEAD: tl.constexpr, LOW_HEAD: tl.constexpr, SCALE_HEAD: tl.constexpr,
+    COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
+    UPDATE: tl.constexpr, OUTPUT: tl.constexpr, HAS_COPY: tl.constexpr,
+    SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
+    D_ROWS: tl.constexpr, HAS_Z: tl.constexpr,
+):  # fmt: skip
+    """Fold the window into tile i_t (16 rows) of a head, store it and its y.
+
+    ahead: the tile to ask for meanwhile, counted from the head's first.
+    """
+    W: tl.constexpr = N // 8
+    TILE_WORDS: tl.constexpr = 16 * CODE_HEAD // R
+    LOW_WORDS: tl.constexpr = 16 * LOW_HEAD // R
+    column, token = tl.arange(0, WP), tl.arange(0, LP)
+    column_ok = column < W
+    pair = i_t * PAIRS + tl.arange(0, PAIRS)
+    row_ok = (2 * pair < R, 2 * pair + 1 < R)
+    code = code_ptr + slot * code_stride + i_h * CODE_HEAD
+    low = low_ptr + slot * low_stride + i_h * LOW_HEAD
+    scales = scale_ptr + slot * scale_stride + i_h * SCALE_HEAD
+    tiles = tile_ptr + slot * tile_stride + i_h * TILES
+    values = decode_tile(pair, column, row_ok, column_ok, code, low, scales, tiles, UPDATE, R, N)
+    if R % 16 == 0:  # heads follow each other without a gap
+        prefetch_words(code, ahead * TILE_WORDS, TILE_WORDS)
+        prefetch_words(low, ahead * LOW_WORDS, LOW_WORDS)
+    row = i_t * (2 * PAIRS) + tl.arange(0, 2 * PAIRS)
+    inputs = i_b * x_stride + i_h * R
+    x = tl.load(
+        ring_x_ptr + slot * ring_x_stride + i_h * R + token[:, None] * (H * R) + row[None, :],
+        mask=(token < valid)[:, None] & (row < R)[None, :], other=0.0,
+    )  # fmt: skip
+    x_now = tl.load(x_ptr + inputs + row, mask=row < R, other=0.0).to(x.dtype)
+    x = tl.where((token == valid)[:, None], x_now[None, :], x).to(tl.float32)
+    weight = tl.load(weight_ptr + token)
+    left = stack_rows(x * weight[:, None], LP)
+    values = add_window(values, tl.load(decay_ptr), left, window_ptr, WP, LP, WARPS, LEFT, TERMS)
+    for p in tl.static_range(2):
+        y = values[p * 8] * 0.0
+        for i in tl.static_range(8):
+            c = vector_ptr + i * W + column
+            c = tl.load(c) if W == WP else tl.load(c, mask=column_ok, other=0.0)
+            y += values[p * 8 + i] * c[None, :]
+        finish(
+            tl.sum(y, 1), i_b, i_h, 2 * pair + p, row_ok[p], inputs,
+            x_ptr, z_ptr, y_ptr, D_ptr, ring_x_ptr, z_stride, y_stride,
+            R, D_ROWS, HAS_Z,
+        )  # fmt: skip
+    encode_state(
+        values, tl.load(key_ptr + i_b), tl.load(position_ptr + i_b), layer,
+        i_h + head_offset, pair, column, row_ok, column_ok, code, low, scales, tiles,
+        copy_ptr + slot * copy_stride + i_h * COPY_HEAD,
+        copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD,
+        copy_tile_ptr + slot * copy_tile_stride + i_h * TILES,
+        UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, R, N,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -156,11 +248,6 @@ def flush_kernel(
     this one is worked on.
     """
     mine, programs = tl.program_id(0), tl.num_programs(0)
-    W: tl.constexpr = N // 8
-    TILE_WORDS: tl.constexpr = 16 * CODE_HEAD // R
-    LOW_WORDS: tl.constexpr = 16 * LOW_HEAD // R
-    column, token = tl.arange(0, WP), tl.arange(0, LP)
-    column_ok = column < W
     units = tl.load(list_ptr) * (H * TILES)
     run = tl.cdiv(units, programs)
     end = tl.minimum((mine + 1) * run, units)
@@ -168,54 +255,22 @@ def flush_kernel(
         i_b = tl.load(list_ptr + 1 + unit // (H * TILES)).to(tl.int64)
         i_h = unit // TILES % H
         i_t = unit % TILES
-        pair = i_t * PAIRS + tl.arange(0, PAIRS)
-        row_ok = (2 * pair < R, 2 * pair + 1 < R)
         slot = tl.load(slot_ptr + i_b).to(tl.int64)
-        valid = tl.load(valid_ptr + i_b)
-        code = code_ptr + slot * code_stride + i_h * CODE_HEAD
-        low = low_ptr + slot * low_stride + i_h * LOW_HEAD
-        scales = scale_ptr + slot * scale_stride + i_h * SCALE_HEAD
-        tiles = tile_ptr + slot * tile_stride + i_h * TILES
-        values = decode_tile(
-            pair, column, row_ok, column_ok, code, low, scales, tiles, UPDATE, R, N
-        )
-        if R % 16 == 0:  # heads follow each other without a gap
-            ahead = ((unit + 1 < end) & (unit % (H * TILES) + 1 < H * TILES)).to(tl.int32) + i_t
-            prefetch_words(code, ahead * TILE_WORDS, TILE_WORDS)
-            prefetch_words(low, ahead * LOW_WORDS, LOW_WORDS)
-        row = i_t * (2 * PAIRS) + tl.arange(0, 2 * PAIRS)
-        inputs = i_b * x_stride + i_h * R
-        x = tl.load(
-            ring_x_ptr + slot * ring_x_stride + i_h * R + token[:, None] * (H * R) + row[None, :],
-            mask=(token < valid)[:, None] & (row < R)[None, :], other=0.0,
-        )  # fmt: skip
-        x_now = tl.load(x_ptr + inputs + row, mask=row < R, other=0.0).to(x.dtype)
-        x = tl.where((token == valid)[:, None], x_now[None, :], x).to(tl.float32)
-        weight = tl.load(weight_ptr + (i_b * H + i_h) * LP + token)
-        left = stack_rows(x * weight[:, None], LP)
+        head = i_b * H + i_h
         group = i_b * G + i_h // (H // G)
-        values = add_window(
-            values, tl.load(decay_ptr + i_b * H + i_h), left,
-            window_ptr + group * (TERMS * LP * 8 * WP), WP, LP, WARPS, LEFT, TERMS,
-        )  # fmt: skip
-        for p in tl.static_range(2):
-            y = values[p * 8] * 0.0
-            for i in tl.static_range(8):
-                c = vector_ptr + group * N + i * W + column
-                c = tl.load(c) if W == WP else tl.load(c, mask=column_ok, other=0.0)
-                y += values[p * 8 + i] * c[None, :]
-            finish(
-                tl.sum(y, 1), i_b, i_h, 2 * pair + p, row_ok[p], inputs,
-                x_ptr, z_ptr, y_ptr, D_ptr, ring_x_ptr, z_stride, y_stride,
-                R, D_ROWS, HAS_Z,
-            )  # fmt: skip
-        encode_state(
-            values, tl.load(key_ptr + i_b), tl.load(position_ptr + i_b), layer,
-            i_h + head_offset, pair, column, row_ok, column_ok, code, low, scales, tiles,
-            copy_ptr + slot * copy_stride + i_h * COPY_HEAD,
-            copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD,
-            copy_tile_ptr + slot * copy_tile_stride + i_h * TILES,
-            UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, R, N,
+        ahead = ((unit + 1 < end) & (unit % (H * TILES) + 1 < H * TILES)).to(tl.int32) + i_t
+        flush_tile(
+            i_b, i_h, i_t, slot, tl.load(valid_ptr + i_b), ahead,
+            x_ptr, z_ptr, y_ptr, D_ptr, position_ptr, key_ptr, ring_x_ptr,
+            weight_ptr + head * LP, decay_ptr + head,
+            window_ptr + group * (TERMS * LP * 8 * WP), vector_ptr + group * N,
+            code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
+            x_stride, z_stride, y_stride, ring_x_stride,
+            code_stride, low_stride, scale_stride, tile_stride,
+            copy_stride, copy_scale_stride, copy_tile_stride, layer, head_offset,
+            H, R, N, WP, LP, TERMS, LEFT, WARPS,
+            CODE_HEAD, LOW_HEAD, SCALE_HEAD, COPY_HEAD, COPY_SCALE_HEAD, TILES,
+            UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, D_ROWS, HAS_Z,
         )  # fmt: skip
 
 
