@@ -6,6 +6,7 @@
 
 ``formats``: published pairs, one standard state, planar states, each rounded to nearest and
 stochastically, with L = 8, 16 and 32. ``long``: recipes and shared states to 32,768 tokens.
+``free``: responses that end by themselves, how long they are and where they first differ.
 ``layers``: one layer at a time in each format, the others in fp32. Tasks and arms that are not
 finished when the time is up are left out of the result.
 """
@@ -61,6 +62,21 @@ LONG = (
     "bf16:same:rn@1",
     "fp8:same:rn@1",
 )
+FREE = (
+    "P8+4:rot",
+    "P4+8:rot",
+    "fp16:nvfp4",
+    "P4+4:rot",
+    "fp8:nvfp4",
+    "fp8:same",
+    "nvfp4:same",
+    "fp8:same:rn@1",
+    "int8:same:rot",
+    "fp16:same",
+    "bf16:same:rn@1",
+    "fp8:nvfp4:rn",
+    "fp8:same:rn",
+)
 LAYER = (
     "fp16:nvfp4",
     "fp8:nvfp4",
@@ -96,6 +112,17 @@ TASKS: dict[str, tuple[TaskSpec, ...]] = {
         ),
         TaskSpec(task="count", label="count-512", documents=48),
         TaskSpec(task="tally", label="tally-free", documents=32, settings={"length": 640}),
+    ),
+    "free": (
+        TaskSpec(
+            task="write", documents=96, threshold=0.0, settings={"limit": 768, "paragraphs": 2}
+        ),
+        TaskSpec(
+            task="tally",
+            label="tally-end",
+            documents=96,
+            settings={"length": 448, "decode": None, "whole": True},
+        ),
     ),
 }
 
@@ -137,7 +164,8 @@ def layer_arms(geometry: ModelGeometry) -> list[Arm]:
 
 def arms_of(kind: str, geometry: ModelGeometry, batch_size: int) -> list[Arm]:
     """Reference, floor and the arms of a matrix on one model, without those that do not fit it."""
-    chosen = {"formats": format_arms, "long": lambda: _arms(LONG)}.get(kind)
+    known = {"formats": format_arms, "long": lambda: _arms(LONG), "free": lambda: _arms(FREE)}
+    chosen = known.get(kind)
     arms = layer_arms(geometry) if chosen is None else chosen()
 
     def fits(one: Arm) -> bool:

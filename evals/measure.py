@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -229,20 +230,64 @@ def _left_pad(rows: list[np.ndarray], pad: int) -> tuple[torch.Tensor, torch.Ten
     return torch.from_numpy(ids), torch.from_numpy(mask)
 
 
+NEWLINE = 10
+"""Token of a line's end in the byte tokenizer."""
+
+
+def response_end(ids: Sequence[int], stop: set[int], paragraphs: int | None = None) -> int | None:
+    """Length of a response, its end not counted, or None if it has none: the first of ``stop``, or
+    with ``paragraphs`` so many empty lines (two line ends in a row)."""
+    empty = 0
+    for i, token in enumerate(ids):
+        if token in stop:
+            return i
+        if paragraphs is not None and i and token == ids[i - 1] == NEWLINE:
+            empty += 1
+            if empty == paragraphs:
+                return i + 1
+    return None
+
+
+@lru_cache(maxsize=1)
+def gumbel(doc_hashes: tuple[str, ...], steps: int, vocabulary: int) -> np.ndarray:
+    """Standard Gumbel noise float32 [n, steps, vocabulary], each document's its own: the largest of
+    logits / T + noise is a draw at temperature T, and the same one wherever the logits agree."""
+    rows = (np.random.default_rng(int(h, 16)) for h in doc_hashes)
+    return np.stack([r.gumbel(size=(steps, vocabulary)).astype(np.float32) for r in rows])
+
+
 def _generate(
-    loaded: LoadedModel, ids: torch.Tensor, mask: torch.Tensor, new: int, pad: int
+    loaded: LoadedModel, ids: torch.Tensor, mask: torch.Tensor, docs: Prompts, pad: int
 ) -> torch.Tensor:
+    device, width = loaded.model.device, ids.shape[1]
+    new, extra = max(docs.limits), {}
+    if docs.temperature > 0:
+        size = loaded.model.config.get_text_config(decoder=True).vocab_size
+        noise = torch.from_numpy(gumbel(tuple(docs.doc_hashes), new, size)).to(device)
+
+        def draw(seen: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return scores / docs.temperature + noise[:, seen.shape[1] - width]
+
+        extra["logits_processor"] = [draw]
+    if docs.open_ended:
+
+        def ended(seen: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            line = seen[:, width:] == NEWLINE
+            return (line[:, 1:] & line[:, :-1]).sum(1) >= docs.paragraphs
+
+        extra |= {"stopping_criteria": [ended], "eos_token_id": loaded.tokenizer.eos_token_id}
     with torch.no_grad():
         out = loaded.model.generate(
-            input_ids=ids.to(loaded.model.device),
-            attention_mask=mask.to(loaded.model.device),
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
             max_new_tokens=new,
             do_sample=False,
             num_beams=1,
             pad_token_id=pad,
             disable_compile=True,
+            **extra,
         )
-    return out[:, ids.shape[1] :].cpu()
+    return out[:, width:].cpu()
 
 
 def measure_prompts(
@@ -254,7 +299,7 @@ def measure_prompts(
     key: str,
     tick: Tick = lambda n: None,
 ) -> Unit:
-    """Greedy decoding of each prompt; an answer is right if it stands where the target has it.
+    """Free-running decode of each prompt; an answer is right if it stands where the target has it.
 
     Raises MeasureError for an arm whose state was never read.
     """
@@ -264,18 +309,20 @@ def measure_prompts(
     tokenizer = loaded.tokenizer
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     ends = loaded.model.generation_config.eos_token_id
+    if docs.open_ended:  # what ends a made-up task's answer may occur in text
+        ends = None
     stop = {tokenizer.eos_token_id, pad, *(ends if isinstance(ends, list) else [ends])} - {None}
     config = arm.seeded(seed)
     counts: dict[int, dict[str, int]] = {}
     outputs: list[np.ndarray] = []
     for rows in _batches(len(docs), arm.batch_size or options.batch_size):
         ids, mask = _left_pad(docs.prompts[rows], pad or 0)
-        new = max(len(t) for t in docs.targets[rows])
+        part = docs.at(rows)
         if config is None:
-            found = _generate(loaded, ids, mask, new, pad or 0)
+            found = _generate(loaded, ids, mask, part, pad or 0)
         else:
             with hf.split_state(loaded.model, config, requests=docs.doc_hashes[rows]) as state:
-                found = _generate(loaded, ids, mask, new, pad or 0)
+                found = _generate(loaded, ids, mask, part, pad or 0)
                 stats = state.stats
             add_counts(counts, stats)
         outputs += [row.numpy() for row in found]
@@ -297,7 +344,7 @@ def prompt_unit(
     counts: dict[int, dict[str, int]],
     began: float,
 ) -> Unit:
-    """The unit of generated answers (token ids, cut here at the first of ``stop``).
+    """The unit of generated answers (token ids, cut here at their end, of which ``stop`` is one).
 
     counts: of each layer. began: when the measurement did, by ``time.perf_counter``. Raises
     MeasureError for an arm whose state was never read.
@@ -305,12 +352,15 @@ def prompt_unit(
     samples: list[dict[str, Any]] = []
     generated = 0
     for b, (output, target) in enumerate(zip(outputs, docs.targets, strict=True)):
-        ended = [i for i, token in enumerate(output) if int(token) in stop]
-        output = output[: ended[0]] if ended else output
+        output = output[: docs.limits[b]]
+        end = response_end(output.tolist(), stop, docs.paragraphs if docs.open_ended else None)
+        output = output[:end]
         generated += len(output)
         padded = np.full(len(target), -1)
         padded[: min(len(output), len(target))] = output[: len(target)]
         right = (padded == target)[docs.counted[b]]
+        if docs.open_ended:
+            right = np.array([end is not None])
         samples.append(
             {
                 "doc_id": b,
@@ -319,10 +369,11 @@ def prompt_unit(
                 "answers": int(right.size),
                 "right": int(right.sum()),
                 "flags": "".join("1" if r else "0" for r in right),
-                "exact": int(len(output) == len(target) and bool((output == target).all())),
+                **({} if docs.open_ended else {"exact": int(np.array_equal(output, target))}),
                 "generated": len(output),
+                "finished": int(end is not None),
                 "output": tokenizer.decode(output.tolist()),
-                "target": tokenizer.decode(target.tolist()),
+                "target": "" if docs.open_ended else tokenizer.decode(target.tolist()),
             }
         )
     answers = sum(s["answers"] for s in samples)
@@ -338,7 +389,7 @@ def prompt_unit(
         answers=answers,
         prompts=digest_of(docs.prompt_hashes),
         accuracy=sum(s["right"] for s in samples) / answers,
-        exact=sum(s["exact"] for s in samples) / len(docs),
+        exact=None if docs.open_ended else sum(s["exact"] for s in samples) / len(docs),
         tokens_generated=generated,
         exercise=used,
         seconds=time.perf_counter() - began,

@@ -7,8 +7,9 @@ answered by greedy decoding. The hashes of a document are what results are joine
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,7 +58,11 @@ class Streams:
 @dataclass(frozen=True)
 class Prompts:
     """Free-running questions as token ids. counted[i] says which tokens of target i are answers
-    (the others repeat a pattern that needs no state)."""
+    (the others repeat a pattern that needs no state); limits: most tokens of each response.
+
+    open_ended: a response has no target and ends at its ``paragraphs``-th empty line. temperature:
+    of sampling, 0 is greedy; the random numbers depend on the document's hash alone.
+    """
 
     task: str
     prompts: list[np.ndarray]
@@ -65,14 +70,22 @@ class Prompts:
     counted: list[np.ndarray]
     doc_hashes: list[str]
     prompt_hashes: list[str]
+    limits: list[int]
+    open_ended: bool = False
+    paragraphs: int = 1
+    temperature: float = 0.0
 
     def __len__(self) -> int:
         return len(self.prompts)
 
+    def at(self, rows: slice) -> Prompts:
+        """The documents of a slice."""
+        cut = ("prompts", "targets", "counted", "doc_hashes", "prompt_hashes", "limits")
+        return replace(self, **{name: getattr(self, name)[rows] for name in cut})
+
     def first(self, n: int) -> Prompts:
         """The first ``n`` documents."""
-        cut = (self.prompts, self.targets, self.counted, self.doc_hashes, self.prompt_hashes)
-        return Prompts(self.task, *(x[:n] for x in cut))
+        return self.at(slice(n))
 
 
 def is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -175,11 +188,23 @@ def prompts(
         (p.astype(np.int64).tobytes(), t.astype(np.int64).tobytes())
         for p, t in zip(*out[:2], strict=True)
     ]
+    asked = {**task.difficulty, **settings}
+    # a target that ends leaves a response room to miss its end
+    room = 1.25 if asked.get("whole") else 1.0
+    how: dict[str, Any] = {"limits": [math.ceil(room * len(t)) for t in out[1]]}
+    if task.open_ended:
+        how = {
+            "limits": [int(asked["limit"])] * n,
+            "open_ended": True,
+            "paragraphs": int(asked["paragraphs"]),
+            "temperature": float(asked["temperature"]),
+        }
     return Prompts(
         task.name,
         *out,
         [short_hash(p, t) for p, t in raw],
         [short_hash(p) for p, _ in raw],
+        **how,
     )
 
 

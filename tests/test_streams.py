@@ -56,7 +56,7 @@ def easy(name: str) -> dict:
     return {"decode": 48, "warmup": (0, 16)} if name == "tally" else {}
 
 
-@pytest.mark.parametrize("name", sorted(set(TASKS) - {"text"}))
+@pytest.mark.parametrize("name", sorted(set(TASKS) - {"text", "write"}))
 def test_streams_are_printable_and_scored_inside(name: str) -> None:
     batch = TASKS[name].sample(8, 3)
     assert batch.ids.min() >= 32 and batch.ids.max() <= 126
@@ -182,6 +182,23 @@ def test_tally_default_decodes_long_and_asks_often() -> None:
     assert len(np.unique(counts)) > 20
 
 
+def test_a_whole_tally_ends_with_its_pattern() -> None:
+    setting = {"length": 320, "warmup": (0, 8), "decode": None, "whole": True}
+    batch = TASKS["tally"].sample(6, 0, **setting)
+    generations = TASKS["tally"].generations(6, 0, **setting)
+    assert len({len(g.target) for g in generations}) > 2
+    for line, g in zip(lines(batch.ids), generations, strict=True):
+        end = len(g.prompt) + len(g.target)
+        assert g.target.endswith("|") and set(line[end:]) <= set(".,;:") and end < 320
+
+
+def test_openings_do_not_depend_on_how_the_response_is_drawn() -> None:
+    plain = TASKS["write"].sample(3, 0, length=64)
+    other = TASKS["write"].sample(3, 0, length=64, limit=9, paragraphs=7, temperature=0.0)
+    np.testing.assert_array_equal(plain.ids, other.ids)
+    assert plain.mask[:, -2].all() and plain.mask.sum() == 3
+
+
 def test_text_windows_lie_in_the_held_out_slice() -> None:
     whole = text.heldout().tobytes()
     assert len(whole) <= 256 * 1024
@@ -201,7 +218,9 @@ def test_text_windows_lie_in_the_held_out_slice() -> None:
         ("recall", {"keys": (0, 4)}, "keys"),
         ("tally", {"length": 64, "decode": 320}, "decode=320"),
         ("tally", {"repeats": (0, 7)}, "repeats"),
+        ("tally", {"length": 64, "decode": None, "whole": True}, "whole"),
         ("text", {"length": 10**7}, "length=10000000"),
+        ("write", {"paragraphs": 0}, "paragraphs=0"),
     ],
 )
 def test_bad_difficulty_names_the_value(name: str, setting: dict, word: str) -> None:
@@ -214,3 +233,5 @@ def test_bad_requests_are_refused() -> None:
         TASKS["count"].sample(0, 0)
     with pytest.raises(ValueError, match="tally"):
         TASKS["count"].generations(1, 0)
+    with pytest.raises(ValueError, match="write"):
+        TASKS["write"].generations(1, 0)

@@ -49,7 +49,8 @@ class StreamTask:
     name: key in ``TASKS``. description: one line for reports. chance: accuracy of a guess among the
     answer symbols. difficulty: the evaluation setting, overridable by keyword in ``sample``.
     scored: the signal that means something, 'accuracy' or 'likelihood'. generates: whether
-    ``generations`` applies.
+    ``generations`` applies. open_ended: there is no right answer; a response counts as right if it
+    ends by itself.
     """
 
     name: str
@@ -59,6 +60,7 @@ class StreamTask:
     difficulty: Mapping[str, Any] = field(default_factory=dict)
     scored: str = "accuracy"
     generates: bool = False
+    open_ended: bool = False
 
     def sample(self, n: int, seed: int, **difficulty: Any) -> Batch:
         """``n`` streams, a pure function of (task, seed, difficulty); n only cuts the sequence.
@@ -86,8 +88,8 @@ class StreamTask:
 
         Raises ValueError for a task whose answers are not one run at the end.
         """
-        if not self.generates:
-            names = ", ".join(t.name for t in TASKS.values() if t.generates)
+        if not self.generates or self.open_ended:
+            names = ", ".join(t.name for t in TASKS.values() if t.generates and not t.open_ended)
             raise ValueError(f"task {self.name} has no free-running form; tasks that do: {names}")
         batch = self.sample(n, seed, **difficulty)
         out = []
@@ -137,6 +139,15 @@ TASKS: dict[str, StreamTask] = {
             text.draw_windows,
             {"length": 512},
             scored="likelihood",
+        ),
+        StreamTask(
+            "write",
+            "go on from held-out text until an empty line, the same random numbers for every state",
+            0.0,
+            text.draw_openings,
+            {"length": 256, "limit": 1024, "paragraphs": 3, "temperature": 0.7},
+            generates=True,
+            open_ended=True,
         ),
     )
 }

@@ -271,6 +271,7 @@ def draw_tally(
     queries: tuple[int, int] = (2, 4),
     repeats: tuple[int, int] = (0, 0),
     decode: int | None = None,
+    whole: bool = False,
 ) -> Drawn:
     """A counting stream that goes on by itself: a warm-up, then one pattern over and over.
 
@@ -282,8 +283,9 @@ def draw_tally(
     would pass 31; filler follows.
 
     With ``decode`` only streams that have so many tokens after the prompt are kept, and exactly
-    that many are scored. meta: ``count``, 1 + the count where the scored token is one, else 0;
-    ``generated``, 1-based index of the scored token.
+    that many are scored; with ``whole`` only streams whose pattern ends, so that a model that has
+    learned it stops by itself. meta: ``count``, 1 + the count where the scored token is one, else
+    0; ``generated``, 1-based index of the scored token.
     """
     length = check_length(length)
     warmup = check_span("warmup", warmup, 0, length)
@@ -297,10 +299,18 @@ def draw_tally(
         for _ in range(1000):
             head, passes, answer = _one_tally(rng, warmup, events, queries, repeats)
             begin = TAG_LENGTH + len(head) + passes.shape[1]
-            stop = min(TAG_LENGTH + len(head) + passes.size, length)
+            end = TAG_LENGTH + len(head) + passes.size
+            stop = min(end, length)
+            if whole and end >= length:
+                continue
             if decode is None or stop - begin >= decode:
                 break
         else:
+            if whole:
+                raise ValueError(
+                    f"whole: 1000 patterns did not end within {length} tokens; use a larger "
+                    "length, or more repeats"
+                )
             raise ValueError(
                 f"decode={decode}: 1000 patterns in {length} tokens were all shorter; "
                 "use a smaller decode or warmup, or more events and queries"

@@ -1,4 +1,5 @@
-"""Byte-level text for likelihood scoring: windows of a small held-out slice that ships here."""
+"""Byte-level text from a small held-out slice that ships here: windows to score, openings to go
+on from."""
 
 from __future__ import annotations
 
@@ -32,4 +33,32 @@ def draw_windows(
     ids = corpus[start[:, None] + np.arange(length)].astype(np.int64)
     mask = np.ones(ids.shape, bool)
     mask[:, -1] = False
+    return ids, mask, {}
+
+
+def draw_openings(
+    rng: np.random.Generator,
+    n: int,
+    length: int = 256,
+    limit: int = 1024,
+    paragraphs: int = 3,
+    temperature: float = 0.7,
+    corpus: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """Openings of ``length - 1`` bytes that a model goes on from: ids [n, length], mask at the last
+    byte of the opening.
+
+    The response ends at its ``paragraphs``-th empty line, after ``limit`` bytes at the latest; it
+    is drawn at ``temperature`` with numbers that depend on the document alone, so that states that
+    agree write the same. These three describe the response alone, not the openings. Raises
+    ValueError for a setting out of range.
+    """
+    if limit < 1 or paragraphs < 1 or not temperature >= 0:
+        raise ValueError(
+            f"limit={limit}, paragraphs={paragraphs}, temperature={temperature}: need a limit and "
+            "paragraphs of at least 1 and a temperature of at least 0"
+        )
+    ids, mask, _ = draw_windows(rng, n, length, corpus)
+    mask[:] = False
+    mask[:, -2] = True
     return ids, mask, {}
