@@ -19,6 +19,7 @@ from .schema import (
     IntervalRecord,
     ResultError,
     Role,
+    Survival,
     TailRecord,
     TaskRecord,
     Verdict,
@@ -73,12 +74,64 @@ def _flips(reference: Unit, rows: Sequence[int], unit: Unit) -> tuple[int, int]:
     return worse, better
 
 
-def _common_prefix(a: str, b: str) -> float:
-    """Share of the longer text before the first difference."""
+PLACES = tuple(2**k for k in range(4, 16))
+"""Characters at which ``Survival`` is counted."""
+
+
+def first_difference(a: str, b: str) -> int | None:
+    """Characters before the first difference of two texts; None if they are equal."""
     if a == b:
-        return 1.0
-    n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    return n / max(len(a), len(b))
+        return None
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+
+
+def _drift(texts: Sequence[str], units: Sequence[Unit]) -> dict[str, object]:
+    """Where responses first differ from the reference's (``texts``, joined), seeds pooled."""
+    pairs = [(a, s["output"]) for u in units for a, s in zip(texts, u.samples, strict=True)]
+    places = [first_difference(a, b) for a, b in pairs]
+    shares = [
+        1.0 if p is None else p / max(len(a), len(b))
+        for p, (a, b) in zip(places, pairs, strict=True)
+    ]
+    at = np.array([np.inf if p is None else p for p in places])
+    longest = max(len(a) for a in texts)
+    middle = float(np.median(at))
+    return {
+        "divergence": float(np.mean(shares)),
+        "first_difference": middle if np.isfinite(middle) else None,
+        "survival": [
+            Survival(characters=n, same=float(np.mean(at >= n))) for n in PLACES if n <= longest
+        ],
+    }
+
+
+def _lengths(
+    reference: Unit, rows: Sequence[int], units: Sequence[Unit], seed: int
+) -> dict[str, object]:
+    """Response length of an arm beside the reference's, paired by document, seeds averaged."""
+    if any("generated" not in u.samples[0] for u in (reference, *units)):
+        return {}
+    base = _column(reference, "generated")[rows]
+    mean = np.mean([_column(u, "generated") for u in units], 0)
+    out: dict[str, object] = {}
+    if base.sum() > 0:
+        out["length_change"] = interval(stats.bootstrap_ratio(mean - base, base, seed=seed))
+    # responses of a sample: one, or as many as an lm-eval task repeats its question
+    repeats = np.array([float(reference.samples[r].get("repeats", 1)) for r in rows])
+    out |= {
+        "reference_length": float(base.sum() / repeats.sum()),
+        "length": float(mean.sum() / repeats.sum()),
+    }
+    if all("finished" in u.samples[0] for u in (reference, *units)):
+        ended = np.mean([_column(u, "finished").sum() for u in units])
+        before = _column(reference, "finished")[rows].sum()
+        out |= {
+            "reference_finished": float(before / repeats.sum()),
+            "finished": float(ended / repeats.sum()),
+        }
+    return out
 
 
 def _generated(reference: Unit, rows: Sequence[int]) -> int:
@@ -250,16 +303,8 @@ def compare(
     reference_accuracy = None if likelihood else float(right_ref.sum() / weight.sum())
     verdict, reason, needed = _judge(task, reference_accuracy, delta, broken)
     if task.kind == "generate" or (task.kind == "lm_eval" and "output" in units[0].samples[0]):
-        texts = [reference.samples[r]["output"] for r in rows]
-        out["divergence"] = float(
-            np.mean(
-                [
-                    _common_prefix(a, s["output"])
-                    for u in units
-                    for a, s in zip(texts, u.samples, strict=True)
-                ]
-            )
-        )
+        out |= _drift([reference.samples[r]["output"] for r in rows], units)
+        out |= _lengths(reference, rows, units, seed)
     if reference.record.exact is not None:
         whole = _column(reference, "exact")[rows]
         out["reference_exact"] = float(whole.mean())

@@ -140,10 +140,11 @@ def delta_text(c: Comparison, likelihood: bool) -> str:
     return f"{scale * d.value:+.{digits}f} [{low}, {high}]"
 
 
-def _interval(x: IntervalRecord | None, digits: int = 1) -> str:
+def _interval(x: IntervalRecord | None, digits: int = 1, signed: bool = False) -> str:
     if x is None:
         return "–"
-    return f"{100 * x.value:.{digits}f} [{100 * x.low:.{digits}f}, {100 * x.high:.{digits}f}]"
+    form = f"{'+' if signed else ''}.{digits}f"
+    return f"{100 * x.value:{form}} [{100 * x.low:{form}}, {100 * x.high:{form}}]"
 
 
 def within_noise(c: Comparison) -> bool:
@@ -429,7 +430,11 @@ def task_tables(run: RunRecord, model: ModelRecord, task: TaskRecord) -> list[Ta
     """A task's tables: results, divergence by position (if it has positions), exercise."""
     if not _find(run, model.name, task.name):
         return []
-    tables = [_task_rows(run, model, task), _position_rows(run, model.name, task)]
+    tables = [
+        _task_rows(run, model, task),
+        _drift_rows(run, model.name, task),
+        _position_rows(run, model.name, task),
+    ]
     return [t for t in (*tables, _evidence_rows(run, model.name, task)) if t[1]]
 
 
@@ -443,7 +448,7 @@ def task_note(run: RunRecord, model: str, task: TaskRecord) -> str:
     answers = "" if task.scored == "likelihood" else f", {first.answers} answers"
     how = {
         "stream": "teacher-forced, every token a state update",
-        "generate": "free-running greedy decode",
+        "generate": "free-running decode",
         "lm_eval": "lm-evaluation-harness",
     }[task.kind]
     return (
@@ -583,12 +588,44 @@ def _position_rows(run: RunRecord, model: str, task: TaskRecord) -> Table:
     return head, rows
 
 
+SURVIVAL = (64, 256, 512, 1024, 4096, 16384)
+"""Places whose survival tables show."""
+
+
+def _drift_rows(run: RunRecord, model: str, task: TaskRecord) -> Table:
+    """Response length and where responses first differ from fp32's, of a free-running task."""
+    found = [c for c in _find(run, model, task.name) if c.length is not None]
+    if not found:
+        return [], []
+    places = [p for p in SURVIVAL if any(s.characters == p for c in found for s in c.survival)]
+    head = ["response", "ended fp32 -> it %", "tokens fp32 -> it", "change of length % [95 %]"]
+    head += ["first difference, median", *(f"same through {p} %" for p in places)]
+    rows = []
+    for c in found:
+        same = {s.characters: s.same for s in c.survival}
+        change = "–" if c.length_change is None else _interval(c.length_change, signed=True)
+        first = "–" if c.first_difference is None else f"{c.first_difference:.0f}"
+        ended = f"{percent(c.reference_finished)} -> {percent(c.finished)}"
+        rows.append(
+            [
+                label_of(_arm(run, c.arm)),
+                "–" if c.finished is None else ended,
+                f"{c.reference_length:.1f} -> {c.length:.1f}",
+                change,
+                first,
+                *(percent(same.get(p), 0) for p in places),
+            ]
+        )
+    return head, rows
+
+
 def _evidence_rows(run: RunRecord, model: str, task: TaskRecord) -> Table:
     head = ["state", "right -> wrong", "wrong -> right", "p", "seed SD", "flushes/doc", "read", "%"]
-    generates = task.kind != "stream"
+    found = _find(run, model, task.name)
+    generates = task.kind != "stream" and all(c.length is None for c in found)
     head += ["tokens fp32 -> it"] if generates else []
     rows = []
-    for c in _find(run, model, task.name):
+    for c in found:
         sd = "–" if c.delta_seed_sd is None else f"{100 * c.delta_seed_sd:.2f}"
         e = c.exercise
         rows.append(
@@ -648,6 +685,8 @@ def markdown(run: RunRecord) -> str:
         "in points. `flushes/doc`: roundings of a layer's checkpoint a document; `read`: decode "
         "steps that read a rounded state, over documents, layers and seeds; `%`: share of the "
         "scored tokens that came from decode steps. `same until`: share of the text before the "
-        "first difference from fp32."
+        "first difference from fp32. `first difference`: its median place in characters, a dash "
+        "where most responses have none; `same through`: responses that agree so far; tokens: mean "
+        "of a response; ended: before the limit."
     )
     return "\n\n".join(p for p in parts if p) + "\n"

@@ -179,12 +179,24 @@ class IntervalRecord(_Record):
     widened: bool = False
 
 
+class Survival(_Record):
+    """Share of the responses that equal the reference's through their first ``characters``."""
+
+    characters: int
+    same: float
+
+
 class Comparison(_Record):
     """An arm against the fp32 reference on one task, paired by document, seeds averaged.
 
     delta: accuracy (or exact match) of the arm minus the reference's, as a share; for likelihood
     tasks minus the rise of the loss in nats a token, so that larger is better everywhere. flips:
     answers right -> wrong and wrong -> right, summed over seeds.
+
+    Of free-running tasks: length, mean tokens of a response, and length_change, its change as a
+    share of the reference's; finished, share of the responses that ended before the limit;
+    divergence, share of the text before the first difference; first_difference, its median place in
+    characters (None where most responses have none), and survival by place.
     """
 
     model: str
@@ -217,6 +229,13 @@ class Comparison(_Record):
     delta_loss: IntervalRecord | None = None
     buckets: list[Bucket] = []
     divergence: float | None = None
+    reference_length: float | None = None
+    length: float | None = None
+    length_change: IntervalRecord | None = None
+    reference_finished: float | None = None
+    finished: float | None = None
+    first_difference: float | None = None
+    survival: list[Survival] = []
     tokens_generated: int = 0
     reference_tokens_generated: int = 0
     nonfinite_tokens: int = 0

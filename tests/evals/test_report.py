@@ -79,9 +79,10 @@ def test_report_names_versions_flips_and_open_verdicts(run: RunRecord) -> None:
     for part in ("commit cccccccccccc (modified)", "torch 2", "1.50 M parameters", "seed SD"):
         assert part in text
     assert run.comparisons[1].reason in text
-    row = next(x for x in text.splitlines() if x.startswith("| e4m3") and "1.00x" not in x
-               and "MB" not in x)  # fmt: skip
-    assert [x.strip() for x in row.split("|")][2:4] == ["4", "0"]
+    rows = [x for x in text.splitlines() if x.startswith("| e4m3") and "MB" not in x]
+    drift, evidence = ([x.strip() for x in row.split("|")] for row in rows)
+    assert evidence[2:4] == ["4", "0"]
+    assert drift[2:5] == ["–", "2.0 -> 2.0", "+0.0 [+0.0, +0.0]"]
 
 
 def test_few_rounding_seeds_are_pointed_out(run: RunRecord) -> None:
