@@ -346,11 +346,11 @@ def _ratio(other: float | None, ours: float) -> float | None:
 
 @dataclass
 class Settings:
-    """What a run covers. seconds: time spent on one group of alternating passes."""
+    """What a run covers. points: (geometry, batch) in the order measured; seconds: time spent on
+    one group of alternating passes."""
 
     op: Op
-    geometries: list[str]
-    batches: list[int]
+    points: list[tuple[str, int]]
     designs: list[str]
     phases: list[str]
     seconds: float = 0.6
@@ -461,7 +461,7 @@ def compile_ahead(s: Settings, vllm_path: str | None) -> None:
     names = list(s.designs)
     if vllm_path is not None:
         names += [f"vllm-{name}" for name in baselines.names(s.op)]
-    tasks = warm.tasks_of(s.op, s.geometries, s.batches, names)
+    tasks = warm.tasks_of(s.op, s.points, names)
     for task, error in warm.compile_all(tasks, vllm_path).items():
         print(f"  {task.design}, batch {task.batch}: {error[:120]}")
 
@@ -485,47 +485,45 @@ def run(
         began = time.monotonic()
         compile_ahead(s, vllm_path)
         print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
-    for geometry in s.geometries:
-        for batch in s.batches:
-            began = time.monotonic()
-            found, red = measure_point(s, geometry, batch, vllm, copy, device, common)
-            rows += found
-            wrong += red
-            write_json(path, rows)
-            for row in found:
-                print(_line(row))
-            print(f"  {time.monotonic() - began:.1f} s", flush=True)
-            torch.cuda.empty_cache()
+    for geometry, batch in s.points:
+        began = time.monotonic()
+        found, red = measure_point(s, geometry, batch, vllm, copy, device, common)
+        rows += found
+        wrong += red
+        write_json(path, rows)
+        for row in found:
+            print(_line(row))
+        print(f"  {time.monotonic() - began:.1f} s", flush=True)
+        torch.cuda.empty_cache()
     return path, wrong
 
 
 def check_only(s: Settings, device: torch.device, impl: str | None = None) -> bool:
     """Gate every geometry, batch and design; prints one line each. True if all are right."""
     good = True
-    for geometry in s.geometries:
-        for batch in s.batches:
-            for design in s.designs:
-                label = f"{geometry} batch {batch} {design}"
-                dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-                problem = Problem(
-                    s.op,
-                    s.op.geometry(geometry),
-                    DESIGNS[design],
-                    batch,
-                    device=device,
-                    dtype=dtype,
-                    sets=1,
-                )
-                try:
-                    r = gate(problem, impl)
-                except Red as red:
-                    good = False
-                    print(f"RED   {label}: {red}", flush=True)
-                    continue
-                print(
-                    f"green {label}: y {r.output:.1e}, codes {r.flips:.1e}, fp32 {r.state:.1e}",
-                    flush=True,
-                )
+    for geometry, batch in s.points:
+        for design in s.designs:
+            label = f"{geometry} batch {batch} {design}"
+            dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+            problem = Problem(
+                s.op,
+                s.op.geometry(geometry),
+                DESIGNS[design],
+                batch,
+                device=device,
+                dtype=dtype,
+                sets=1,
+            )
+            try:
+                r = gate(problem, impl)
+            except Red as red:
+                good = False
+                print(f"RED   {label}: {red}", flush=True)
+                continue
+            print(
+                f"green {label}: y {r.output:.1e}, codes {r.flips:.1e}, fp32 {r.state:.1e}",
+                flush=True,
+            )
     return good
 
 
@@ -548,6 +546,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--op", choices=sorted(OPS), default="mamba2_decode")
     p.add_argument("--geometry", default="all", help="names separated by commas, or all")
     p.add_argument("--batch", default=",".join(map(str, registry.BATCHES)))
+    p.add_argument("--points", help="instead of both: geometry:batch,..., measured in this order")
     p.add_argument("--design", default="all", help="names separated by commas, or all")
     p.add_argument("--phase", default=",".join(PHASES))
     p.add_argument("--vllm-path", help="vLLM's wheel or the folder that holds vllm/: baselines")
@@ -570,6 +569,15 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def _point(text: str, op: Op) -> tuple[str, int]:
+    """``super:256`` -> (super, 256)."""
+    name, _, batch = text.strip().partition(":")
+    _names(name, list(op.geometries), f"geometry of {op.name}")
+    if not name or not batch.isdigit():
+        raise SystemExit(f"--points '{text}': give geometry:batch, such as {op.default}:256")
+    return name, int(batch)
+
+
 def settings(args: argparse.Namespace) -> Settings:
     op = OPS[args.op]
     geometries = list(op.geometries)
@@ -582,9 +590,13 @@ def settings(args: argparse.Namespace) -> Settings:
         batches = [int(t) for t in args.batch.split(",")]
     except ValueError:
         raise SystemExit(f"--batch '{args.batch}': give whole numbers, such as 1,8,256") from None
-    if min(batches) < 1:
-        raise SystemExit(f"--batch {min(batches)}: a batch has at least one row")
-    s = Settings(op, geometries, batches, designs, _names(args.phase, list(PHASES), "phase"))
+    points = [(g, b) for g in geometries for b in batches]
+    if args.points:
+        points = [_point(text, op) for text in args.points.split(",")]
+    for _, batch in points:
+        if batch < 1:
+            raise SystemExit(f"batch {batch}: a batch has at least one row")
+    s = Settings(op, points, designs, _names(args.phase, list(PHASES), "phase"))
     if args.quick:
         s.seconds, s.least, s.quick = 0.15, 5, True
     s.compiled = args.compiled

@@ -188,8 +188,7 @@ def run(
     module = kernels_of(s.op.kind)
     trials = [
         Trial(s.op, geometry, batch, design, module.launch_for(DESIGNS[design], batch))
-        for geometry in s.geometries
-        for batch in s.batches
+        for geometry, batch in s.points
         for design in s.designs
     ]
     last = "mix" if "mix" in s.phases else s.phases[0]

@@ -151,13 +151,12 @@ def compile_all(
 
 
 def tasks_of(
-    op: registry.Op, geometries: Sequence[str], batches: Sequence[int], designs: Sequence[str]
+    op: registry.Op, points: Sequence[tuple[str, int]], designs: Sequence[str]
 ) -> list[Task]:
-    """The tasks of a run over these names."""
+    """The tasks of a run over these (geometry, batch) and designs."""
     return [
         Task(op.name, geometry_key(op.geometry(g)), design, batch)
-        for g in geometries
-        for batch in batches
+        for g, batch in points
         for design in designs
     ]
 

@@ -38,7 +38,8 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> run.Settings:
     geometry = LayerGeometry("mamba2", 2, 16, 32, 1)
     op = dataclasses.replace(OPS["mamba2_decode"], geometries={"tiny": geometry}, default="tiny")
     monkeypatch.setitem(OPS, "mamba2_decode", op)
-    return run.Settings(op, ["tiny"], [3, 1], ["fp32", "nvfp4+fp16-sr"], list(run.PHASES), 0.0, 1)
+    points = [("tiny", 3), ("tiny", 1)]
+    return run.Settings(op, points, ["fp32", "nvfp4+fp16-sr"], list(run.PHASES), 0.0, 1)
 
 
 def test_rows_of_a_run(settings: run.Settings, tmp_path: Path) -> None:
@@ -135,3 +136,22 @@ def test_passes_alternate_and_the_median_counts() -> None:
     found = run.interleave({"a": Fake("a", [1, 9, 2]), "b": Fake("b", [5, 4, 6])}, 0.0, 3)
     assert found == {"a": 2, "b": 5}
     assert order == ["a", "b"] * 4
+
+
+def test_points_are_measured_in_their_order() -> None:
+    args = run.parser().parse_args(["--points", "nano-4b:8,super:256", "--design", "fp32"])
+    assert run.settings(args).points == [("nano-4b", 8), ("super", 256)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("super", "--points 'super': give geometry:batch, such as super:256"),
+        ("super:x", "--points 'super:x': give geometry:batch"),
+        ("mega:8", "unknown geometry of mamba2_decode 'mega'"),
+        ("super:0", "batch 0: a batch has at least one row"),
+    ],
+)
+def test_bad_points_are_refused(text: str, message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        run.settings(run.parser().parse_args(["--points", text]))

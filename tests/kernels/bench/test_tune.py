@@ -57,7 +57,7 @@ def test_saved_launches_are_taken_and_forgotten(kind, tmp_path):
             assert found == [small, small, small, large, large]
         assert module.launch_for(DESIGNS["fp32"], 8) != small
         op = OPS[f"{kind}_decode"]
-        task = warm.shrink(warm.tasks_of(op, [op.default], [512], [design])[0])
+        task = warm.shrink(warm.tasks_of(op, [(op.default, 512)], [design])[0])
         assert task.batch == 16 and dict(task.launch) == dataclasses.asdict(large)
     assert module.launch_for(DESIGNS[design], 256) == table
 
