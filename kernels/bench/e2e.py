@@ -93,10 +93,12 @@ SUFFIXES: dict[str, dict[str, Any]] = {
     "v1": {"runner": "v1"},
     "v2": {"runner": "v2"},
     "bare": {"plugins": "none"},
+    "oneprocess": {"one_process": True},
     "stagger": {"stagger": True},
 }
-"""``fp32-v1`` runs an arm under one of vLLM's model runners, ``fp32-bare`` without any plugin;
-``P4+8-stagger`` spreads the flushes of a batch over the steps of a window."""
+"""``fp32-v1`` runs an arm under one of vLLM's model runners, ``fp32-bare`` without any plugin,
+``fp32-oneprocess`` with scheduler and model in the process that asks; ``P4+8-stagger`` spreads the
+flushes of a batch over the steps of a window."""
 
 SPREAD = (0.0, 0.05, 0.25, 0.75, 0.95, 0.99)
 """Quantiles of the steps in a row: flushes of a whole batch at once show as a second mode."""
@@ -252,7 +254,7 @@ def measure(llm: Any, batch: int, tokens: int, vocab: int, warm: int = 20) -> di
     }
 
 
-def read_trace(path: Path, top: int = 24) -> dict[str, Any]:
+def read_trace(path: Path, top: int = 40) -> dict[str, Any]:
     """Time of a trace's GPU kernels: the longest by name, and the share of the span with any.
 
     ``path`` is what torch's profiler writes (Chrome trace JSON, gzip or not); its times are in
@@ -275,6 +277,7 @@ def read_trace(path: Path, top: int = 24) -> dict[str, Any]:
         until = max(until, at + took)
     longest = sorted(total.items(), key=lambda item: -item[1][1])[:top]
     return {
+        "steps": PROFILE_STEPS,
         "span_us": round(until - found[0][0], 1),
         "busy_us": round(busy, 1),
         "kernels": [[name, int(n), round(us, 1)] for name, (n, us) in longest],
@@ -405,6 +408,8 @@ class Engine:
             env["VLLM_USE_V2_MODEL_RUNNER"] = "0" if arm["runner"] == "v1" else "1"
         if "plugins" in arm:
             env["VLLM_PLUGINS"] = arm["plugins"]
+        if "one_process" in arm:
+            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         self.started = time.perf_counter()
         self.start_s, self.asked = 0.0, 0
         self.out.unlink(missing_ok=True)
@@ -623,22 +628,32 @@ KERNEL_KINDS = (
 
 
 def _profile_table(profiles: list[dict[str, Any]]) -> list[str]:
-    """GPU time of the parts of a step, in per cent of the span of the profiled steps."""
+    """GPU time of a step and of its parts, in milliseconds."""
     if not profiles:
         return []
-    header = ["arm", "batch", "GPU busy", *(kind for kind, _ in KERNEL_KINDS), "other"]
+    kinds = [*(kind for kind, _ in KERNEL_KINDS), "other"]
+    header = ["arm", "GPU, ms a step", "x fp32", "x replay", "busy", *kinds]
     out = []
-    for row in profiles:
-        share = dict.fromkeys(header[3:], 0.0)
-        for name, _, took in row["kernels"]:
-            share[_kind_of_kernel(name)] += took / row["span_us"]
-        line = [row["arm"], str(row["batch"]), f"{row['busy_us'] / row['span_us']:.0%}"]
-        out.append(line + [f"{value:.0%}" if value else "–" for value in share.values()])
+    for batch in dict.fromkeys(r["batch"] for r in profiles):
+        here = {r["arm"]: r for r in profiles if r["batch"] == batch}
+        for arm, row in here.items():
+            line = [f"{arm}, batch {batch}", f"{row['busy_us'] / row['steps'] / 1e3:.2f}"]
+            for base in ("fp32", "vllm-replay"):
+                ratio = here[base]["busy_us"] / row["busy_us"] if base in here else None
+                line.append(_number(ratio))
+            line.append(f"{row['busy_us'] / row['span_us']:.0%}")
+            part = dict.fromkeys(kinds, 0.0)
+            for name, _, took in row["kernels"]:
+                part[_kind_of_kernel(name)] += took / row["steps"] / 1e3
+            out.append(line + [_number(value or None) for value in part.values()])
     return [
-        f"### Where the time of {PROFILE_STEPS} steps goes",
+        "### Time on the GPU",
         "",
-        "Share of the steps' span, by the profiler, which slows a step. Kernels beside each other "
-        "count each, so a row can exceed what the GPU was busy.",
+        f"From a trace of {PROFILE_STEPS} decode steps: the time in which the GPU ran any kernel, "
+        "which is what a step takes where the host keeps up. *busy* is its share of the traced "
+        "span; far below 100 %, the step waits for the host (scheduler, sampling, processes), and "
+        "the tables above say little about the state. Parts in milliseconds a step; kernels beside each other "
+        "count each.",
         "",
         *_table(header, out),
     ]

@@ -279,9 +279,9 @@ def test_a_trace_is_summed_by_kernel(tmp_path):
     found = e2e.read_trace(path)
     assert found["span_us"] == 15.0 and found["busy_us"] == 11.0
     assert found["kernels"] == [["readout_kernel", 2, 9.0], ["flush_kernel", 1, 4.0]]
-    row = {"arm": "P4+8", "batch": 256, **found}
-    text = "\n".join(e2e._profile_table([row]))
-    assert "| P4+8 | 256 | 73% | 60% | 27% |" in text
+    row = {"arm": "P4+8", "batch": 256, **found, "steps": 2, "busy_us": 11e3, "span_us": 15e3}
+    text = "\n".join(e2e._profile_table([row | {"arm": "fp32", "busy_us": 22e3}, row]))
+    assert "| P4+8, batch 256 | 5.50 | 2.00 | – | 73% |" in text
 
 
 def test_a_trace_without_kernels_is_refused(tmp_path):
