@@ -1,4 +1,4 @@
-"""``SlotCursors.decode`` and ``move`` as one launch each. Reference: the torch code in cursors."""
+"""Planning and moving of rows as one launch each. Reference: the torch code in cursors, drafts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from ...state.cache import StepRows
+from .drafts import DraftCursors, Verify
 
 _BLOCK = 128
 
@@ -89,6 +90,111 @@ def move_rows(rows: StepRows, blocks: torch.Tensor, out: StepRows) -> None:
     _move_rows_kernel[(triton.cdiv(count, _BLOCK),)](
         blocks, rows.valid, rows.flush.view(torch.uint8), rows.position, rows.key,
         out.slots, out.valid, out.flush.view(torch.uint8), out.position, out.key,
+        blocks.stride(0), count,
+        BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _verify_rows_kernel(
+    block_ptr, len_ptr, start_ptr,  # int [b], [b], [b + 1]
+    folded_ptr, due_ptr, origin_ptr, slot_key_ptr, request_key_ptr,  # of slots; the last of rows
+    slots_ptr, fold_ptr, valid_ptr, flush_ptr, count_ptr, position_ptr, key_ptr,  # the rows
+    starts_ptr, shift_ptr,
+    block_stride, count,
+    L: tl.constexpr, DRAFTS: tl.constexpr, REQUESTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = row < count
+    start = tl.load(start_ptr + row, mask=row <= count, other=0).to(tl.int32)
+    tl.store(starts_ptr + row, start, mask=row <= count)
+    tokens = tl.load(start_ptr + row + 1, mask=ok, other=0).to(tl.int32) - start
+    block = tl.load(block_ptr + row.to(tl.int64) * block_stride, mask=ok, other=0).to(tl.int64)
+    live = ok & (block != 0) & (tokens > 0)  # block 0 is padding
+    computed = tl.load(len_ptr + row, mask=ok, other=0).to(tl.int32) - tokens
+    if REQUESTS:
+        key = tl.load(request_key_ptr + row, mask=ok, other=0)
+    else:
+        key = tl.load(slot_key_ptr + block, mask=ok, other=0)
+    valid = computed - tl.load(folded_ptr + block, mask=live, other=0)
+    valid = tl.minimum(tl.maximum(valid, 0), L + DRAFTS)
+    flush = live & (valid > 0) & (computed >= tl.load(due_ptr + block, mask=live, other=0))
+    shift = computed - tl.load(origin_ptr + block, mask=live, other=0) + 1
+    shift = tl.minimum(tl.maximum(shift, 1), 1 + DRAFTS)
+    tl.store(slots_ptr + row, tl.where(live, block, -1), mask=ok)
+    tl.store(fold_ptr + row, tl.where(flush, block, -1), mask=ok)
+    tl.store(valid_ptr + row, tl.where(live, valid, 0), mask=ok)
+    tl.store(flush_ptr + row, flush.to(tl.uint8), mask=ok)
+    tl.store(count_ptr + row, tl.where(live, tokens, 0), mask=ok)
+    tl.store(position_ptr + row, computed, mask=ok)
+    tl.store(key_ptr + row, key, mask=ok)
+    tl.store(shift_ptr + row, tl.where(live, shift, 1), mask=ok)
+    # a slot belongs to one row, so what this program writes no other one reads
+    tl.store(origin_ptr + block, computed + 1, mask=live)
+    tl.store(folded_ptr + block, computed, mask=flush)
+    tl.store(due_ptr + block, computed + L, mask=flush)
+
+
+def verify_rows(
+    out: Verify,
+    blocks: torch.Tensor,
+    seq_lens: torch.Tensor,
+    starts: torch.Tensor,
+    cursors: DraftCursors,
+    request_keys: torch.Tensor | None,
+) -> None:
+    """Fill ``out`` from blocks int [b] (any stride) and contiguous seq_lens [b], starts [b + 1];
+    move the cursors."""
+    count, rows = blocks.shape[0], out.rows
+    if count == 0:
+        return
+    _verify_rows_kernel[(triton.cdiv(count + 1, _BLOCK),)](
+        blocks, seq_lens, starts, cursors.folded, cursors.due, cursors.origin, cursors.key,
+        cursors.key if request_keys is None else request_keys,
+        rows.slots, rows.fold_slots, rows.valid, rows.flush.view(torch.uint8), rows.count,
+        rows.position, rows.key, out.starts, out.shift,
+        blocks.stride(0), count,
+        L=cursors.buffer_len, DRAFTS=cursors.drafts, REQUESTS=request_keys is not None,
+        BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _move_verify_kernel(
+    block_ptr,
+    from_slots_ptr, from_valid_ptr, from_flush_ptr, from_count_ptr, from_position_ptr, from_key_ptr,
+    from_starts_ptr, from_shift_ptr,
+    slots_ptr, fold_ptr, valid_ptr, flush_ptr, count_ptr, position_ptr, key_ptr,
+    starts_ptr, shift_ptr,
+    block_stride, count,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = row < count
+    block = tl.load(block_ptr + row.to(tl.int64) * block_stride, mask=ok, other=0).to(tl.int64)
+    live = tl.load(from_slots_ptr + row, mask=ok, other=-1) >= 0
+    flush = tl.load(from_flush_ptr + row, mask=ok, other=0)
+    tl.store(slots_ptr + row, tl.where(live, block, -1), mask=ok)
+    tl.store(fold_ptr + row, tl.where(flush != 0, block, -1), mask=ok)
+    tl.store(flush_ptr + row, flush, mask=ok)
+    tl.store(valid_ptr + row, tl.load(from_valid_ptr + row, mask=ok), mask=ok)
+    tl.store(count_ptr + row, tl.load(from_count_ptr + row, mask=ok), mask=ok)
+    tl.store(position_ptr + row, tl.load(from_position_ptr + row, mask=ok), mask=ok)
+    tl.store(key_ptr + row, tl.load(from_key_ptr + row, mask=ok), mask=ok)
+    tl.store(shift_ptr + row, tl.load(from_shift_ptr + row, mask=ok), mask=ok)
+    tl.store(starts_ptr + row, tl.load(from_starts_ptr + row, mask=row <= count), mask=row <= count)
+
+
+def move_verify_rows(step: Verify, blocks: torch.Tensor, out: Verify) -> None:
+    """Fill ``out`` with ``step`` in the blocks int [b] (any stride) of another group."""
+    count, a, b = blocks.shape[0], step.rows, out.rows
+    if count == 0:
+        return
+    _move_verify_kernel[(triton.cdiv(count + 1, _BLOCK),)](
+        blocks, a.slots, a.valid, a.flush.view(torch.uint8), a.count, a.position, a.key,
+        step.starts, step.shift,
+        b.slots, b.fold_slots, b.valid, b.flush.view(torch.uint8), b.count, b.position, b.key,
+        out.starts, out.shift,
         blocks.stride(0), count,
         BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
