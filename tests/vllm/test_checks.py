@@ -7,6 +7,7 @@ import pytest
 from replayssm_quant.backends.vllm.checks import (
     ANY_VERSION,
     check,
+    draft_tokens,
     turn_off_prefix_caching,
     version_problem,
 )
@@ -39,6 +40,7 @@ def config(architecture: str = "NemotronHForCausalLM", **changes: object) -> Sim
         ),
         mamba_config=SimpleNamespace(enable_stochastic_rounding=False),
         speculative_config=None,
+        use_v2_model_runner=True,
         kv_transfer_config=None,
     )
     for path, value in changes.items():
@@ -48,6 +50,14 @@ def config(architecture: str = "NemotronHForCausalLM", **changes: object) -> Sim
             owner = getattr(owner, part)
         setattr(owner, name, value)
     return made
+
+
+def speculative(drafts: int, draft: str | None = None, **more: object) -> SimpleNamespace:
+    """What ``check`` reads of a SpeculativeConfig; draft: architecture of a model that drafts."""
+    model = None
+    if draft is not None:
+        model = SimpleNamespace(architecture=draft, runner_type="draft")
+    return SimpleNamespace(num_speculative_tokens=drafts, draft_model_config=model, **more)
 
 
 def test_a_plain_configuration_passes() -> None:
@@ -63,7 +73,22 @@ def test_without_the_option_nothing_is_checked() -> None:
 @pytest.mark.parametrize(
     ("change", "remedy"),
     [
-        ({"speculative_config": object()}, "--speculative-config"),
+        ({"speculative_config": speculative(8)}, "num_speculative_tokens to 1 to 7"),
+        (
+            {"speculative_config": speculative(3, enable_adaptive_verification=True)},
+            "enable_adaptive_verification",
+        ),
+        (
+            {
+                "speculative_config": speculative(3, parallel_drafting=True),
+                "use_v2_model_runner": False,
+            },
+            "parallel_drafting",
+        ),
+        (
+            {"speculative_config": speculative(3, "NemotronHForCausalLM")},
+            "draft model NemotronHForCausalLM has recurrent layers",
+        ),
         ({"kv_transfer_config": object()}, "--kv-transfer-config"),
         ({"cache_config__kv_offloading_size": 4.0}, "--kv-offloading-size"),
         ({"cache_config__use_replayssm": True}, "--use-replayssm"),
@@ -81,6 +106,26 @@ def test_refused_with_one_line(change: dict[str, object], remedy: str) -> None:
     with pytest.raises(ValueError, match=remedy) as found:
         check(config(**change))
     assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("drafts", [1, 7])
+@pytest.mark.parametrize("draft", [None, "Qwen3_5MTP", "LlamaForCausalLM"])
+def test_drafts_are_accepted(drafts: int, draft: str | None) -> None:
+    spec = speculative(drafts, draft, parallel_drafting=True)
+    asked = config(speculative_config=spec)
+    assert check(asked) is not None and draft_tokens(asked) == drafts
+    if draft is not None:  # vLLM checks the draft's own configuration too
+        asked.model_config = spec.draft_model_config
+        assert check(asked) is not None
+
+
+def test_an_ngram_drafter_that_names_the_model_itself_is_accepted() -> None:
+    asked = config()
+    asked.speculative_config = SimpleNamespace(
+        num_speculative_tokens=3, draft_model_config=asked.model_config
+    )
+    assert check(asked) is not None
+    assert draft_tokens(config()) == 0
 
 
 def test_another_version_is_refused_when_the_plugin_is_asked_for() -> None:

@@ -67,6 +67,20 @@ def test_a_page_off_the_alignment_is_refused() -> None:
         found.views(state)
 
 
+@pytest.mark.parametrize("drafts", [1, 4, 7])
+@pytest.mark.parametrize("geometry", [NANO, QWEN], ids=["nano-4b", "qwen3.5-4b"])
+def test_drafts_lengthen_the_ring_as_the_plan_says(geometry: LayerGeometry, drafts: int) -> None:
+    config = CONFIGS[2]
+    conv = (geometry.conv_kernel - 1 + drafts, geometry.conv_channels)
+    found = StatePage(geometry, config, conv, torch.bfloat16, torch.bfloat16, drafts)
+    plan = budget(
+        "m", ModelGeometry("m", {0: geometry}, 1), config, ring_storage="bf16", drafts=drafts
+    )
+    assert plan.layers[0].page == found.layout.page_bytes
+    assert plan.layers[0].conv == found.conv_bytes
+    assert found.layout.capacity == config.buffer_len + 1 + drafts
+
+
 def test_an_unknown_activation_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match="float64"):
         page(ODD, CONFIGS[0], torch.float64)
@@ -102,3 +116,13 @@ def test_the_start_line_says_what_is_stored_and_what_to_expect() -> None:
         "this rank against 4.00 MiB with an FP32 state (2.00x); a request of 1,024 tokens takes "
         "about 4.0 MiB of cache against 8.0 MiB, so expect 2.00x the concurrency"
     )
+
+
+def test_with_drafts_plain_vllm_has_a_state_for_each() -> None:
+    pages = [(MIB, 2 * MIB), (MIB, 2 * MIB)]
+    line = start_line("recipe auto", ["fp32"], 16, pages, [1024, 1024], 1024, 3)
+    assert "L = 16, 3 drafts, 2 layers, 2.00 MiB a request on this rank against 16.00 MiB" in line
+    # a group of two layers: one block of 1,024 tokens and one state, or 512 tokens and four
+    assert "about 4.0 MiB of cache against 20.0 MiB, so expect 5.00x the concurrency" in line
+    assert request_bytes(2 * MIB, 2, 2, 1024, 1024, 4) == 20 * MIB
+    assert request_bytes(1000, 3, 0, 0, 10**6, 4) == 12000

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ...state.layout import MAX_DRAFTS
 from .options import KEY, Options, parse
 
 VERSIONS = ((0, 32), (0, 33))
@@ -39,13 +40,46 @@ def version_problem(version: Iterable[Any]) -> str | None:
     )
 
 
+def draft_tokens(config: Any) -> int:
+    """Draft tokens that a step of a VllmConfig verifies at most."""
+    drafts = getattr(config.speculative_config, "num_speculative_tokens", None)
+    return 0 if drafts is None else int(drafts)
+
+
+def _draft_features(config: Any) -> Iterable[tuple[bool, str]]:
+    """``_features`` of speculative decoding."""
+    spec = config.speculative_config
+    if spec is None:
+        return
+    drafts = draft_tokens(config)
+    yield (
+        drafts > MAX_DRAFTS,
+        f"{drafts} draft tokens are too many; set num_speculative_tokens to 1 to {MAX_DRAFTS}",
+    )
+    yield (
+        bool(getattr(spec, "enable_adaptive_verification", False)),
+        "adaptive verification is not supported; leave enable_adaptive_verification out of "
+        "--speculative-config",
+    )
+    yield (
+        bool(getattr(spec, "parallel_drafting", False)) and not config.use_v2_model_runner,
+        "parallel drafting needs the V2 model runner; unset VLLM_USE_V2_MODEL_RUNNER or leave "
+        "parallel_drafting out of --speculative-config",
+    )
+    draft = getattr(spec, "draft_model_config", None)
+    other = getattr(draft, "runner_type", "") == "draft"  # n-grams name the model itself
+    architecture = str(draft.architecture) if other else ""
+    yield (
+        architecture in ARCHITECTURES,
+        f"the draft model {architecture} has recurrent layers of its own; draft with the model's "
+        "MTP head, with n-grams or with a model of attention alone",
+    )
+
+
 def _features(config: Any) -> Iterable[tuple[bool, str]]:
     """(in use, what to do about it) for each feature that does not work with a split state."""
     cache, parallel = config.cache_config, config.parallel_config
-    yield (
-        config.speculative_config is not None,
-        "speculative decoding is not supported; leave --speculative-config out",
-    )
+    yield from _draft_features(config)
     yield (
         config.kv_transfer_config is not None
         or getattr(cache, "kv_offloading_size", None) is not None,
@@ -87,6 +121,8 @@ def check(config: Any, problem: str | None = None) -> Options | None:
     if problem is not None:
         raise ValueError(problem)
     model = config.model_config
+    if getattr(model, "runner_type", "") == "draft":  # its model was checked with the target's
+        return options
     if model.architecture not in ARCHITECTURES:
         raise ValueError(
             f"replayssm_quant does not support {model.architecture} in vLLM; supported are "

@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from ...config import StateConfig
 from ...state.geometry import LayerGeometry, read_geometry
 from ...state.layout import StateViews
+from .checks import draft_tokens
 from .options import parse
 from .page import StatePage
 
@@ -42,6 +43,7 @@ class SplitLayer:
     page: StatePage | None = None
     views: StateViews
     config: StateConfig
+    drafts = 0
     _warming_up = False
 
     def split(self, vllm_config: Any, local: LayerGeometry) -> None:
@@ -70,6 +72,7 @@ class SplitLayer:
         self.head_offset = get_tensor_model_parallel_rank() * local.heads
         scheduler = vllm_config.scheduler_config
         self.max_prefills = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        self.drafts = draft_tokens(vllm_config)
         self.configs = options.layer_configs(model.hf_config, str(model.model))
         self.config = self.configs[self.layer]
         self.page = self.make_page(self.config)
@@ -77,7 +80,7 @@ class SplitLayer:
     def make_page(self, config: StateConfig) -> StatePage:
         """The page of this layer, or of a sister layer with another config."""
         conv_shape, conv_dtype = super().get_state_shape()[0], super().get_state_dtype()[0]
-        return StatePage(self.geometry, config, conv_shape, conv_dtype, self.act_dtype)
+        return StatePage(self.geometry, config, conv_shape, conv_dtype, self.act_dtype, self.drafts)
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
         return super().get_state_shape() if self.page is None else self.page.shapes
@@ -93,8 +96,14 @@ class SplitLayer:
         spec = super().get_kv_cache_spec(vllm_config)
         if self.page is None or not isinstance(spec, MambaSpec):
             return spec
-        # no state is exported from inside a prefill: that serves prefix caching
-        return replace(spec, num_prefill_checkpoint_blocks=0, prefill_checkpoint_alignment=None)
+        # no state is exported from inside a prefill: that serves prefix caching; drafts are in the
+        # ring, so that none has a state of its own
+        return replace(
+            spec,
+            num_prefill_checkpoint_blocks=0,
+            prefill_checkpoint_alignment=None,
+            num_speculative_blocks=0,
+        )
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         super().bind_kv_cache(kv_cache)

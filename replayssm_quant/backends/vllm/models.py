@@ -53,6 +53,7 @@ def _announce(vllm_config: Any, layers: list[SplitLayer]) -> None:
             [(page.nbytes, page.stock_bytes) for page in pages],
             _attention_layers(vllm_config),
             vllm_config.model_config.max_model_len,
+            layers[0].drafts,
         ),
     )
 

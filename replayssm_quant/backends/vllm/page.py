@@ -22,19 +22,23 @@ BLOCK = 16
 """Tokens that an attention block is a multiple of on a GPU."""
 
 
-def request_bytes(page: int, recurrent: int, attention: int, token: int, tokens: int) -> int:
+def request_bytes(
+    page: int, recurrent: int, attention: int, token: int, tokens: int, states: int = 1
+) -> int:
     """Bytes that vLLM's cache gives a request of ``tokens`` tokens.
 
     page: bytes of the largest recurrent page. recurrent, attention: numbers of layers. token: bytes
-    of one token in one attention layer. vLLM has pages of one size, so it grows the attention
-    block to the recurrent page, and it hands out blocks for groups of equally many layers.
+    of one token in one attention layer. states: pages of a request in a recurrent layer; with
+    drafts vLLM's own layers have one more for each. vLLM has pages of one size, so it grows the
+    attention block to the recurrent page, and it hands out blocks for groups of equally many
+    layers.
     """
     if not attention:
-        return page * recurrent
+        return page * recurrent * states
     few, many = sorted((recurrent, attention))
     group = many if many < 1.5 * few else few
     block = BLOCK * ceil(page / token / BLOCK)
-    blocks = ceil(recurrent / group) + ceil(attention / group) * ceil(tokens / block)
+    blocks = states * ceil(recurrent / group) + ceil(attention / group) * ceil(tokens / block)
     return group * blocks * block * token
 
 
@@ -42,7 +46,8 @@ class StatePage:
     """Shapes, dtypes and views of one layer's page.
 
     conv_shape and conv_dtype: as the stock layer declares its convolution state. act_dtype: dtype
-    of the model's activations, which the ring holds. Raises ValueError for another dtype.
+    of the model's activations, which the ring holds. drafts: draft tokens that a step verifies at
+    most. Raises ValueError for another dtype.
     """
 
     def __init__(
@@ -52,10 +57,11 @@ class StatePage:
         conv_shape: tuple[int, ...],
         conv_dtype: torch.dtype,
         act_dtype: torch.dtype,
+        drafts: int = 0,
     ):
         if act_dtype not in RING_STORAGE:
             raise ValueError(f"activations in {act_dtype} are not supported; use fp32, bf16, fp16")
-        self.layout = StateLayout(geometry, config, RING_STORAGE[act_dtype])
+        self.layout = StateLayout(geometry, config, RING_STORAGE[act_dtype], drafts)
         self.conv_shape, self.conv_dtype = tuple(conv_shape), conv_dtype
         self.conv_bytes = prod(conv_shape) * conv_dtype.itemsize
         self.lead = -self.conv_bytes % ALIGN
@@ -75,7 +81,8 @@ class StatePage:
 
     @property
     def stock_bytes(self) -> int:
-        """Bytes of one slot in plain vLLM with an fp32 state."""
+        """Bytes of one slot in plain vLLM with an fp32 state, of which it has one more for each
+        draft token."""
         return self.conv_bytes + fp32_bytes(self.layout.geometry)
 
     def views(self, state: torch.Tensor) -> StateViews:
@@ -100,21 +107,24 @@ def start_line(
     pages: list[tuple[int, int]],
     attention: list[int],
     tokens: int,
+    drafts: int = 0,
 ) -> str:
     """What is logged once the model stands.
 
     pages: bytes of each recurrent layer's slot, split and with an FP32 state. attention: bytes of a
-    token in each attention layer. tokens: the longest request.
+    token in each attention layer. tokens: the longest request. drafts: of a step.
     """
     ours, stock = (sum(x) for x in zip(*pages, strict=True))
+    stock *= 1 + drafts
     cache = [
-        request_bytes(max(x), len(pages), len(attention), max(attention, default=0), tokens)
-        for x in zip(*pages, strict=True)
+        request_bytes(max(x), len(pages), len(attention), max(attention, default=0), tokens, states)
+        for x, states in zip(zip(*pages, strict=True), (1, 1 + drafts), strict=True)
     ]
+    of = "FP32 states" if drafts else "an FP32 state"
     return (
-        f"replayssm_quant: {label}, state {'; '.join(formats)}, L = {buffer_len}, {len(pages)} "
-        f"layers, {ours / 2**20:.2f} MiB a request on this rank against {stock / 2**20:.2f} MiB "
-        f"with an FP32 state ({stock / ours:.2f}x); a request of {tokens:,} tokens takes about "
-        f"{cache[0] / 2**20:.1f} MiB of cache against {cache[1] / 2**20:.1f} MiB, so expect "
-        f"{cache[1] / cache[0]:.2f}x the concurrency"
+        f"replayssm_quant: {label}, state {'; '.join(formats)}, L = {buffer_len}, "
+        f"{f'{drafts} drafts, ' if drafts else ''}{len(pages)} layers, {ours / 2**20:.2f} MiB a "
+        f"request on this rank against {stock / 2**20:.2f} MiB with {of} ({stock / ours:.2f}x); a "
+        f"request of {tokens:,} tokens takes about {cache[0] / 2**20:.1f} MiB of cache against "
+        f"{cache[1] / 2**20:.1f} MiB, so expect {cache[1] / cache[0]:.2f}x the concurrency"
     )
