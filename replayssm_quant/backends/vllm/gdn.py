@@ -13,7 +13,10 @@ from vllm.platforms import current_platform
 
 from ... import ops
 from ...kernels.gdn.reference import gates
+from ...state.cache import PAD_SLOT
 from ...state.geometry import LayerGeometry
+from .convolution import roll, update
+from .drafts import Verify
 from .layer import SplitLayer
 from .metadata import SplitGDNBackend, SplitGDNMetadata
 
@@ -38,6 +41,8 @@ class SplitQwenGatedDeltaNet(SplitLayer, stock.QwenGatedDeltaNetAttention):
             self.conv_kernel_size,
         )
         self.split(get_current_vllm_config(), local)
+        if self.page is not None:  # the op that leaves the norm to us
+            self.enable_fused_gdn_spec_decode = False
         if self.page is not None and current_platform.is_cpu():
             self._forward_method = self.forward_cuda  # the op that calls _forward_core
 
@@ -67,6 +72,8 @@ class SplitQwenGatedDeltaNet(SplitLayer, stock.QwenGatedDeltaNetAttention):
                 super()._forward_core(mixed_qkv, b, a, core_attn_out)
             return None
         assert isinstance(md, SplitGDNMetadata)
+        if self.drafts:
+            return self._forward_drafts(md, mixed_qkv, b, a, core_attn_out)
         d, total = md.num_decode_tokens, md.num_actual_tokens
         if md.num_prefills == 0:
             d = total  # in a captured graph with its padding
@@ -79,8 +86,67 @@ class SplitQwenGatedDeltaNet(SplitLayer, stock.QwenGatedDeltaNetAttention):
             self._decode(md, conv_decode, b[:d], a[:d], out[:d])
         return None
 
+    def _forward_drafts(
+        self,
+        md: SplitGDNMetadata,
+        mixed_qkv: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        core_attn_out: torch.Tensor,
+    ) -> None:
+        """As ``_forward_core`` where decode rows verify drafts; prefills are apart from them."""
+        total, d = md.num_actual_tokens, md.verify_tokens
+        inputs = [t[:total] for t in (mixed_qkv, b, a)]
+        if md.scattered:
+            verify, prefill = md.spec_token_indx, md.non_spec_token_indx
+            of_verify = [t.index_select(0, verify) for t in inputs]
+            of_prefill = [t.index_select(0, prefill) for t in inputs]
+        else:
+            verify, prefill = slice(d), slice(d, total)
+            of_verify, of_prefill = ([t[i] for t in inputs] for i in (verify, prefill))
+        out = core_attn_out[:total]
+        if md.num_prefills > 0:
+            y = torch.empty_like(out[: total - d]) if md.scattered else out[d:]
+            _prefill_beside_drafts(self, md, *of_prefill, y)
+            if md.scattered:
+                out[prefill] = y
+        if md.verify is not None:
+            y = self._verify(md.verify, *of_verify, None if md.scattered else out[:d])
+            if md.scattered:
+                out[verify] = y
+
+    def _verify(
+        self,
+        step: Verify,
+        qkv: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """One token or several a row, into ``out`` if given; returns [tokens, HV, V]."""
+        qkv, b, a = (step.pack(t) for t in (_convolve_drafts(self, step, qkv), b, a))
+        where = {"layer": self.layer, "head_offset": self.head_offset}
+        if qkv.is_cuda:  # norms and gates belong to the step's first kernel
+            from ...kernels.gdn.verify import verify_packed
+
+            place = None if out is None or step.gather is not None else step.pack(out)
+            weights = (self.A_log, self.dt_bias)
+            y = verify_packed(
+                self.views, self.config, step.rows, qkv, a, b, *weights, out=place, **where
+            )
+            if place is not None:
+                return out
+        else:
+            q, k, v = self.heads(qkv)
+            g, beta = gates(a, b, self.A_log, self.dt_bias)
+            y = ops.gdn_verify(self.views, self.config, step.rows, q, k, v, g, beta, **where)
+        y = step.unpack(y)
+        if out is not None:
+            out[: y.shape[0]].copy_(y)
+        return y
+
     def heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q and k [t, HK, K], v [t, HV, V] of the convolution's output [t, channels]."""
+        """q and k [..., HK, K], v [..., HV, V] of the convolution's output [..., channels]."""
         g = self.geometry
         keys, values = g.groups * g.n, g.heads * g.rows
         q, k, v = qkv.split([keys, keys, values], dim=-1)
@@ -174,6 +240,66 @@ def _convolution(
             validate_data=False,
         )
     return y[:decode], y[decode:]
+
+
+def _conv_state(layer: SplitQwenGatedDeltaNet) -> torch.Tensor:
+    """[slots, channels, columns], whichever way vLLM stores it."""
+    state = layer.kv_cache[0]
+    return state if is_conv_state_dim_first() else state.transpose(-1, -2)
+
+
+def _conv_weight(layer: SplitQwenGatedDeltaNet) -> torch.Tensor:
+    """[channels, width]; the CPU build packs its own and keeps this one beside it."""
+    weight = getattr(layer.conv1d, "_cpu_unpacked_conv_weight", None)
+    return layer.conv1d.weight.flatten(1) if weight is None else weight
+
+
+def _convolve_drafts(layer: SplitQwenGatedDeltaNet, step: Verify, x: torch.Tensor) -> torch.Tensor:
+    """The causal convolution of rows that verify, its states updated."""
+    state, weight = _conv_state(layer), _conv_weight(layer)
+    slots, bias = step.rows.slots, layer.conv1d.bias
+    if not x.is_cuda:
+        return update(x, state, weight, bias, layer.activation, slots, step.shift, step.starts)
+    return stock.causal_conv1d_update(
+        x,
+        state,
+        weight,
+        bias,
+        layer.activation,
+        conv_state_indices=slots,
+        num_accepted_tokens=step.shift,
+        query_start_loc=step.starts,
+        max_query_len=1 + layer.drafts,
+        null_block_id=PAD_SLOT,
+    )
+
+
+def _prefill_beside_drafts(
+    layer: SplitQwenGatedDeltaNet,
+    md: SplitGDNMetadata,
+    x: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """The rows that prefill: their convolution, and the rule itself."""
+    assert md.prefill_rows is not None and md.roll is not None
+    state, weight = _conv_state(layer), _conv_weight(layer)
+    if md.continues:
+        roll(state, md.prefill_rows.slots, md.roll, weight.shape[1])
+    y = stock.causal_conv1d_fn(
+        x.transpose(0, 1),
+        weight,
+        layer.conv1d.bias,
+        activation=layer.activation,
+        conv_states=state,
+        has_initial_state=md.prefill_has_initial_state,
+        cache_indices=md.prefill_state_indices,
+        query_start_loc=md.prefill_query_start_loc,
+        metadata=md,
+    ).transpose(0, 1)
+    prefill = _prefill_cpu if current_platform.is_cpu() else _prefill_gpu
+    prefill(layer, md, y, b, a, out)
 
 
 def _prefill_gpu(

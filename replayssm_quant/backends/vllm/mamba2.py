@@ -16,7 +16,10 @@ from vllm.model_executor.layers.mamba.ops.causal_conv1d import (
 from vllm.model_executor.layers.mamba.ops.ssd_combined import mamba_chunk_scan_combined_varlen
 
 from ... import ops
+from ...state.cache import PAD_SLOT
 from ...state.geometry import LayerGeometry
+from .convolution import roll, update
+from .drafts import Verify
 from .layer import SplitLayer
 from .metadata import SplitMamba2Backend, SplitMamba2Metadata
 
@@ -67,7 +70,9 @@ class SplitMambaMixer2(SplitLayer, MambaMixer2):
         d, total = md.num_decode_tokens, md.num_decode_tokens + md.num_prefill_tokens
         if total > d:
             self._prefill(md, xbc[d:total], dt[d:total], output[d:total])
-        if d > 0:
+        if d > 0 and md.verify is not None:
+            self._verify(md.verify, xbc[:d], dt[:d], output[:d])
+        elif d > 0:
             self._decode(md, xbc[:d], dt[:d], output[:d])
         return None
 
@@ -91,6 +96,10 @@ class SplitMambaMixer2(SplitLayer, MambaMixer2):
         self, md: SplitMamba2Metadata, xbc: torch.Tensor, dt: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Prompt chunks: vLLM's chunked scan between fp32 states, which are then stored split."""
+        rows = md.prefill_rows
+        assert rows is not None
+        if md.roll is not None and md.prep_initial_states:
+            roll(self._conv_state, rows.slots, md.roll, self.conv_kernel_size)
         conv = causal_conv1d_fn(
             xbc.transpose(0, 1),
             self.conv_weights,
@@ -103,8 +112,6 @@ class SplitMambaMixer2(SplitLayer, MambaMixer2):
             query_start_loc=md.query_start_loc_p,
         ).transpose(0, 1)[: xbc.shape[0]]
         x, B, C = self._heads(conv)
-        rows = md.prefill_rows
-        assert rows is not None
         before = None
         if md.prep_initial_states:
             # a decoded token may have gone into the ring since the last chunk
@@ -135,6 +142,16 @@ class SplitMambaMixer2(SplitLayer, MambaMixer2):
             self.views, self.config, rows, after, layer=self.layer, head_offset=self.head_offset
         )
 
+    @property
+    def _step_options(self) -> dict[str, Any]:
+        return {
+            "D": self.D,
+            "dt_bias": self.dt_bias,
+            "dt_softplus": True,
+            "layer": self.layer,
+            "head_offset": self.head_offset,
+        }
+
     def _decode(
         self, md: SplitMamba2Metadata, xbc: torch.Tensor, dt: torch.Tensor, out: torch.Tensor
     ) -> None:
@@ -152,16 +169,49 @@ class SplitMambaMixer2(SplitLayer, MambaMixer2):
         )
         x, B, C = self._heads(conv)
         inputs = (self.views, self.config, rows, x, dt, self.A, B, C)
-        more = {
-            "D": self.D,
-            "dt_bias": self.dt_bias,
-            "dt_softplus": True,
-            "layer": self.layer,
-            "head_offset": self.head_offset,
-        }
+        more = self._step_options
         if x.is_cuda:  # writes where the layer wants it
             from ...kernels.mamba2.triton_ops import decode_step
 
             decode_step(*inputs, out=out.unflatten(-1, x.shape[1:]), **more)
             return
         out.copy_(ops.mamba2_decode(*inputs, **more).flatten(1))
+
+    def _verify(self, step: Verify, xbc: torch.Tensor, dt: torch.Tensor, out: torch.Tensor) -> None:
+        """One token or several a row, of which the engine may forget the last ones."""
+        conv = self._convolve_drafts(step, xbc)
+        x, B, C = (step.pack(t) for t in self._heads(conv))
+        inputs = (self.views, self.config, step.rows, x, step.pack(dt), self.A, B, C)
+        if x.is_cuda and step.gather is None:  # writes where the layer wants it
+            from ...kernels.mamba2.verify import verify_step
+
+            heads = out.unflatten(-1, x.shape[2:])
+            verify_step(*inputs, out=step.pack(heads), **self._step_options)
+            return
+        y = step.unpack(ops.mamba2_verify(*inputs, **self._step_options)).flatten(1)
+        out[: y.shape[0]].copy_(y)
+
+    def _convolve_drafts(self, step: Verify, xbc: torch.Tensor) -> torch.Tensor:
+        if not xbc.is_cuda:
+            return update(
+                xbc,
+                self._conv_state,
+                self.conv_weights,
+                self.conv1d.bias,
+                self.activation,
+                step.rows.slots,
+                step.shift,
+                step.starts,
+            )
+        return causal_conv1d_update(
+            xbc,
+            self._conv_state,
+            self.conv_weights,
+            self.conv1d.bias,
+            self.activation,
+            conv_state_indices=step.rows.slots,
+            num_accepted_tokens=step.shift,
+            query_start_loc=step.starts,
+            max_query_len=1 + self.drafts,
+            null_block_id=PAD_SLOT,
+        )
