@@ -75,6 +75,11 @@ def _gdn(key_heads: int, heads: int, k: int, v: int) -> LayerGeometry:
     return LayerGeometry("gdn", heads, v, k, key_heads)
 
 
+LEAKY = "qwen3.5-4b-leaky"
+"""No Mamba-2 model: qwen3.5-4b's state under a fold without a solve. It is what a Gated DeltaNet
+flush would cost that keeps each step's correction, as read from the output copy, and so folds the
+copy's error into the checkpoint (kernels/README.md)."""
+
 OPS: dict[str, Op] = {
     op.name: op
     for op in (
@@ -86,6 +91,7 @@ OPS: dict[str, Op] = {
                 "nano-4b": _mamba2(96, 80, 128, 8),  # Nemotron-3-Nano-4B
                 "nano-30b": _mamba2(64, 64, 128, 8),  # Nemotron-3-Nano-30B-A3B
                 "falcon-h1-7b": _mamba2(24, 128, 256, 1),
+                LEAKY: _mamba2(32, 128, 128, 16),
             },
             "super",
             tuple(DESIGNS),

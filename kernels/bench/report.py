@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import verify
-from .registry import OPS
+from .registry import LEAKY, OPS
 
 Row = dict[str, Any]
 
@@ -36,6 +36,8 @@ COLUMNS = {
     "copy_fraction": "share of copy bandwidth",
 }
 SMALL_BATCHES, SMALL_LEAST = (1, 8), 0.97
+FOLD_MOST = 1.25
+"""An exact fold of Gated DeltaNet costs at most this many times one with the leak."""
 
 
 def latest(folder: Path) -> list[Path]:
@@ -151,8 +153,29 @@ def target_rows(rows: list[Row]) -> list[list[str]]:
     return out
 
 
-def section(rows: list[Row], plot: str | None) -> list[str]:
-    """Markdown lines of one result file."""
+def fold_rows(rows: list[Row], all_rows: list[Row]) -> list[list[str]]:
+    """What the exact fold costs, for the designs of a gdn_decode file whose leaky fold was timed in
+    ``all_rows`` on the same GPU: the flush of every row over that of the same state under a fold
+    without a solve."""
+    out = []
+    for row in rows:
+        if (row["op"], row["geometry"]) != ("gdn_decode", OPS["gdn_decode"].default):
+            continue
+        if row["phase"] != "flush" or row["batch"] != HEADLINE_BATCH:
+            continue
+        same = {k: row[k] for k in ("design", "phase", "batch", "gpu")}
+        leaky = _find(all_rows, op="mamba2_decode", geometry=LEAKY, **same)
+        if leaky is None:
+            continue
+        ratio = row["time_us"] / leaky["time_us"]
+        what = f"{row['design']}, flush: x a fold with the leak ({leaky['time_us']:.0f} us)"
+        verdict = "yes" if ratio <= FOLD_MOST else "no"
+        out.append([what, f"at most {FOLD_MOST:.2f}", f"{ratio:.2f}", verdict])
+    return out
+
+
+def section(rows: list[Row], plot: str | None, all_rows: list[Row] | None = None) -> list[str]:
+    """Markdown lines of one result file; ``all_rows``: those of every file."""
     first = rows[0]
     op = OPS[first["op"]]
     commit = str(first["commit"] or "unknown")[:12] + (" (modified)" if first["dirty"] else "")
@@ -164,7 +187,7 @@ def section(rows: list[Row], plot: str | None) -> list[str]:
         f"read and written; L = {first['buffer_len']}.",
         "",
     ]
-    targets = target_rows(rows)
+    targets = target_rows(rows) + fold_rows(rows, all_rows or rows)
     if targets:
         lines += _table([f"target, batch {HEADLINE_BATCH}", "at least", "reached", "met"], targets)
     if plot:
@@ -262,7 +285,8 @@ the same step of vLLM's kernels: native (`selective_state_update`,
 grid, and upstream ReplaySSM with an fp32 state in the same phase, tuned alike. `native 16-bit`
 has an fp16 state for Mamba-2 and a bf16 state for Gated DeltaNet. `a+b` is a copy in `a` beside a
 checkpoint in `b`; `P4+8` holds both in one integer; a single format is one shared, replayed
-state.
+state. `qwen3.5-4b-leaky` is no model: Qwen3.5-4B's state under a fold without a solve, to price
+the exact one.
 
 """
 
@@ -277,10 +301,11 @@ def write(folder: Path, target: Path | None = None) -> list[Path]:
         raise ValueError(f"no result file in {folder}; run the benchmark on a GPU first")
     target = target or folder.parent
     lines, written = [], []
-    for path in files:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+    found = {path: json.loads(path.read_text(encoding="utf-8")) for path in files}
+    all_rows = [row for rows in found.values() for row in rows]
+    for path, rows in found.items():
         svg = target / f"roofline-{path.stem[: -len('-2000-01-01')]}.svg"
         written.append(roofline(rows, svg))
-        lines += section(rows, svg.name)
+        lines += section(rows, svg.name, all_rows)
     lines += verify.report(folder)
     return [_write(target / "RESULTS.md", HEAD + "\n".join(lines)), *written]

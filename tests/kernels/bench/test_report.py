@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from replayssm_quant.kernels.bench import report, run
-from replayssm_quant.kernels.bench.registry import OPS
+from replayssm_quant.kernels.bench.registry import LEAKY, OPS
 
 
 def row(design: str, phase: str, time_us: float, **changes: object) -> dict:
@@ -122,3 +122,22 @@ def test_committed_results_hold_what_a_row_must() -> None:
 def test_gpu_names_become_file_names() -> None:
     assert run.gpu_slug("NVIDIA H200") == "h200"
     assert run.gpu_slug("NVIDIA A100-SXM4-80GB") == "a100-sxm4-80gb"
+
+
+def test_the_exact_fold_is_priced_against_a_leaky_one() -> None:
+    design = "P8+4-sr-rot"
+    exact = row(design, "flush", 600.0, op="gdn_decode", geometry="qwen3.5-4b")
+    leaky = row(design, "flush", 500.0, geometry=LEAKY)
+    wrong = [
+        row(design, "flush", 1.0, geometry=LEAKY, batch=8),
+        row(design, "mix", 1.0, geometry=LEAKY),
+        row(design, "flush", 1.0, geometry="super"),
+        row(design, "flush", 1.0, geometry=LEAKY, gpu="another"),
+    ]
+    assert report.fold_rows([exact], wrong) == []
+    line = report.fold_rows([exact], [*wrong, leaky])
+    assert line == [
+        [f"{design}, flush: x a fold with the leak (500 us)", "at most 1.25", "1.20", "yes"]
+    ]
+    slow = {**exact, "time_us": 700.0}
+    assert report.fold_rows([slow], [leaky])[0][2:] == ["1.40", "no"]
