@@ -116,6 +116,8 @@ def request(args: argparse.Namespace, command: list[str]) -> runner.Request:
         trust_remote_code=args.trust_remote_code,
         data_dir=None if args.data_dir is None else Path(args.data_dir),
         download_data=args.download_data,
+        max_gen_toks=args.max_gen_toks,
+        chat_template=None if args.chat_template is None else Path(args.chat_template),
         out=None if args.out is None else Path(args.out),
         jobs=args.jobs,
         command=tuple(command),

@@ -251,6 +251,7 @@ class TaskRunner:
         folder: Path | None,
         limit: int | None,
         tokenizer: Any = None,
+        max_gen_toks: int | None = None,
     ):
         if folder is not None:
             # Read when datasets is imported; local files need no network.
@@ -301,6 +302,10 @@ class TaskRunner:
                 # a group around the task inherits its settings; a bare dict would replace them
                 listed = {"group": f"local-{name}", "task": [change]}
             self.task = self.manager.load([listed])["tasks"][name]
+        if max_gen_toks is not None and self.info.output_type == "generate_until":
+            own = self.task.config.generation_kwargs or {}
+            asked = self.generation.get("max_gen_toks", own.get("max_gen_toks", max_gen_toks))
+            self.generation["max_gen_toks"] = min(int(asked), max_gen_toks)
         self.check()
 
     @property
@@ -392,7 +397,7 @@ class TaskRunner:
                 raise SuiteError(
                     f"task '{self.spec.name}' asks for answers of {wanted} tokens, "
                     f"{loaded.resolved.name} holds {held} with its prompt; lower "
-                    "generation.max_gen_toks"
+                    "generation.max_gen_toks, or give --max-gen-toks"
                 )
             extra["max_length"] = held or wanted + PROMPT_ROOM
         if self.think_end is not None:
@@ -406,6 +411,7 @@ class TaskRunner:
                     config=one.seeded(self.seed_of(seed, repeat)),
                     prefill=options.prefill,
                     path=options.path,
+                    sampling_seed=repeat,
                     batch_size=batch,
                     **extra,
                 )
@@ -479,6 +485,7 @@ class TaskRunner:
                         "target": str(row["target"]),
                     }
                     if generates:
+                        sample |= {"repeats": repeats, "generated": 0, "finished": 0}
                         sample["output"] = str(row["resps"][0][0])
                         answer = json.dumps(row["filtered_resps"][0], default=str)
                         sample["answer"] = answer
@@ -489,6 +496,10 @@ class TaskRunner:
                     samples.append(sample)
                 samples[i]["right"] += value
                 samples[i]["flags"] += flag
+                if generates:
+                    length, ended = lm.lengths[row["arguments"][0][0]].pop(0)
+                    samples[i]["generated"] += length
+                    samples[i]["finished"] += int(ended)
                 if generates and repeats > 1:
                     samples[i]["outputs"].append(str(row["resps"][0][0]))
         used = exercise(

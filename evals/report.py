@@ -494,11 +494,22 @@ def notes(run: RunRecord) -> list[str]:
     seeds = run.settings.get("seeds", [])
     if any(a.rounds for a in run.arms) and len(seeds) < 3:
         text += " Fewer than three rounding seeds: the spread between seeds is not known."
+    plain = [m.name for m in run.models if m.chat_template is None]
+    if plain and any(t.settings.get("chat") for t in run.tasks):
+        asked = ", ".join(t.name for t in run.tasks if t.settings.get("chat"))
+        lines.insert(
+            0,
+            f"- {', '.join(plain)} has no chat template, so {asked} was asked in plain text; give "
+            "one with --chat-template",
+        )
     missing = without_evidence(run)
     if missing:
         lines.insert(0, "\n".join(missing))
     if run.limited:
-        text += " Limited to fewer documents than the suite has: not a result to quote."
+        text += (
+            " Limited to fewer documents or shorter answers than the suite has: not a result to "
+            "quote."
+        )
     lines.append(text)
     return lines
 
@@ -660,10 +671,11 @@ def made_with(run: RunRecord) -> str:
 
 def model_line(model: ModelRecord) -> str:
     """What a model is, in one line."""
+    chat = f"; chat template {model.chat_template}" if model.chat_template else ""
     return (
         f"{model.model_type}, {model.parameters / 1e6:.2f} M parameters in {model.dtype}, "
         f"{model.recurrent_layers} recurrent layers with {model.state_elements} state elements a "
-        f"request; weights {model.weights}."
+        f"request; weights {model.weights}{chat}."
     )
 
 

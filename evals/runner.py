@@ -32,7 +32,7 @@ from .arms import Arm, arm, candidate_arms, parse_arm, recipe_arms, reference_ar
 from .arms import unique as unique_arms
 from .compare import compare, overall
 from .environment import code_digest, versions
-from .probes import DATA_SEED
+from .probes import DATA_SEED, short_hash
 from .schema import (
     SCHEMA,
     ArmRecord,
@@ -74,6 +74,8 @@ class Request:
     trust_remote_code: bool = False
     data_dir: Path | None = None
     download_data: bool = False
+    max_gen_toks: int | None = None
+    chat_template: Path | None = None
     out: Path | None = None
     jobs: int | None = None
     command: tuple[str, ...] = ()
@@ -95,7 +97,7 @@ class Plan:
 
 def _task_record(spec: TaskSpec, documents: int, request: Request) -> TaskRecord:
     local = spec.local
-    margin, drawn = spec.accepted, spec.generation is not None
+    margin, drawn, most = spec.accepted, spec.generation is not None, request.max_gen_toks
     if request.margin is not None and not spec.likelihood:
         margin = request.margin
     return TaskRecord(
@@ -111,6 +113,7 @@ def _task_record(spec: TaskSpec, documents: int, request: Request) -> TaskRecord
             **({"repeats": spec.repeats} if spec.repeats > 1 else {}),
             **({"chat": True} if spec.chat else {}),
             **({"generation": spec.generation.model_dump(exclude_none=True)} if drawn else {}),
+            **({"max_gen_toks": most} if most is not None and spec.kind == "lm_eval" else {}),
         },
         chance=local.chance if local else None,
         threshold=spec.learned,
@@ -147,6 +150,7 @@ def plan(request: Request) -> Plan:
         ("prefill", request.prefill, 1),
         ("jobs", request.jobs if request.jobs is not None else 1, 1),
         ("limit", request.documents if request.documents is not None else 1, 1),
+        ("max-gen-toks", request.max_gen_toks if request.max_gen_toks is not None else 1, 1),
     ):
         if value < low:
             raise ValueError(f"{name} {value} is too small; use {low} or more")
@@ -160,6 +164,14 @@ def plan(request: Request) -> Plan:
         raise ValueError(f"model '{twice}' is named twice; name each model once")
     if request.data_dir is not None and not request.data_dir.is_dir():
         raise ValueError(f"data folder {request.data_dir} does not exist; give a folder")
+    chats = [s for s in request.tasks if s.chat]
+    if request.chat_template is not None:
+        if not chats:
+            raise ValueError(
+                "--chat-template has no effect: no task of this run is asked in a chat template; "
+                "set chat: true on a task of a suite"
+            )
+        read_template(request.chat_template)
     documents, specs = [], []
     for spec in request.tasks:
         suites.check(spec)
@@ -193,6 +205,35 @@ def plan(request: Request) -> Plan:
         known = {model: ones for model, ones in arms.items() if ones is not None}
         gates.check_fits(request.suite, committed, known, tasks, request.seeds)
     return Plan(request, tasks, specs, arms, documents)
+
+
+def read_template(path: Path) -> str:
+    """A chat template from a file. Raises ValueError where it is none."""
+    import jinja2
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)  # noqa: S701
+    except OSError as error:
+        raise ValueError(
+            f"chat template {path}: cannot be read ({error.strerror}); give a Jinja file"
+        ) from None
+    except jinja2.TemplateError as error:
+        # transformers' own block, which marks what an assistant said, is no error
+        if "generation" not in str(error):
+            raise ValueError(f"chat template {path}: not valid Jinja ({error}); mend it") from None
+    if "messages" not in text:
+        raise ValueError(f"chat template {path}: does not use 'messages'; give a chat template")
+    return text
+
+
+def set_template(request: Request, tokenizer: Any) -> str | None:
+    """Give a tokenizer the template that the user named; the digest of the one it has then, if
+    there is one."""
+    if request.chat_template is not None:
+        tokenizer.chat_template = read_template(request.chat_template)
+    template = getattr(tokenizer, "chat_template", None)
+    return None if template is None else short_hash(json.dumps(template))
 
 
 def documents_for(plan: Plan, spec: TaskSpec, one: Arm) -> int | None:
@@ -289,6 +330,7 @@ def _run_model(plan: Plan, index: int, folder: Path, tick: Callable[[int], None]
     ring = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[dtype]
     options = Options(request.batch_size, request.prefill, request.path)
     store = UnitStore(folder)
+    template = set_template(request, loaded.tokenizer)
     described = environment.describe(device)
     outcome = ModelOutcome(
         ModelRecord(
@@ -300,6 +342,7 @@ def _run_model(plan: Plan, index: int, folder: Path, tick: Callable[[int], None]
             weights=loaded.digest,
             recurrent_layers=len(geometry.layers),
             state_elements=sum(g.elements for g in geometry.layers.values()),
+            chat_template=template if any(s.chat for s in plan.specs) else None,
         ),
         chosen,
         {a.name: a.bytes(geometry, ring) for a in chosen},
@@ -346,6 +389,7 @@ def _run_model(plan: Plan, index: int, folder: Path, tick: Callable[[int], None]
                         "prefill": options.prefill,
                         "path": options.path,
                         **({"states": spec.states} if spec.states is not None else {}),
+                        **({"template": template} if spec.chat else {}),
                         "data": task_digest(spec, request),
                     }
                 )
@@ -372,7 +416,13 @@ def _run_model(plan: Plan, index: int, folder: Path, tick: Callable[[int], None]
                     from .lm_tasks import TaskRunner
 
                     if runner is None:
-                        runner = TaskRunner(spec, request.data_dir, number, loaded.tokenizer)
+                        runner = TaskRunner(
+                            spec,
+                            request.data_dir,
+                            number,
+                            loaded.tokenizer,
+                            request.max_gen_toks,
+                        )
                     unit = runner.measure(loaded, one, seed, options, key)
                     tick(unit.record.documents)
                 store.save(unit)
@@ -583,7 +633,7 @@ def _assemble(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=list(request.command),
         suite=request.suite.name,
-        limited=request.documents is not None,
+        limited=request.documents is not None or request.max_gen_toks is not None,
         environment=first,
         settings={
             "seeds": list(request.seeds),

@@ -46,7 +46,8 @@ class Environment(_Record):
 
 class ModelRecord(_Record):
     """A measured model. source: shipped, folder or hub. weights: digest of its files' headers and
-    sizes, and for files up to 1 GiB of their contents."""
+    sizes, and for files up to 1 GiB of their contents. chat_template: digest of the template that
+    tasks were asked in, where some ask for one and the tokenizer has one."""
 
     name: str
     source: Literal["shipped", "folder", "hub"]
@@ -56,6 +57,7 @@ class ModelRecord(_Record):
     weights: str
     recurrent_layers: int
     state_elements: int
+    chat_template: str | None = None
 
 
 class StateBytes(_Record):

@@ -92,6 +92,12 @@ def choose(tasks: Sequence[TaskSpec], named: bool) -> list[TaskSpec]:
 def check(request: Request) -> None:
     """Refuse what cannot run, before any engine starts. Raises ValueError."""
     choose(request.tasks, named=True)
+    for task in request.tasks:
+        if task.local is not None and task.local.open_ended:
+            raise ValueError(
+                f"task {task.name} draws with random numbers that vLLM cannot be given; use "
+                "--backend hf"
+            )
     for model in request.models:
         for name in (model.config or {}).get("architectures") or ():
             if name not in ARCHITECTURES:
@@ -229,6 +235,7 @@ def run_model(plan: Plan, index: int, folder: Path, tick: Callable[[int], None])
     loading = {"local_files_only": True, "trust_remote_code": request.trust_remote_code}
     hf_config = AutoConfig.from_pretrained(where, **loading)
     tokenizer = AutoTokenizer.from_pretrained(where, **loading)
+    template = runner.set_template(request, tokenizer)
     geometry = read_geometry(hf_config)
     chosen = plan.arms[resolved.name]
     if chosen is None:
@@ -253,6 +260,7 @@ def run_model(plan: Plan, index: int, folder: Path, tick: Callable[[int], None])
             weights=models.weights_digest(where),
             recurrent_layers=len(geometry.layers),
             state_elements=sum(g.elements for g in geometry.layers.values()),
+            chat_template=template if any(s.chat for s in plan.specs) else None,
         ),
         chosen,
         {a.name: a.bytes(geometry, ring) for a in chosen},
@@ -315,6 +323,7 @@ def run_model(plan: Plan, index: int, folder: Path, tick: Callable[[int], None])
                             "seed": seed,
                             "batch": one.batch_size or request.batch_size,
                             "data": runner.task_digest(spec, request),
+                            **({"template": template} if spec.chat else {}),
                         }
                     )
                     found[record.name, one.name, seed] = key
@@ -362,7 +371,7 @@ def measure_prompts(
     from .measure import prompt_unit
 
     began = time.perf_counter()
-    new = max(len(t) for t in docs.targets)
+    new = max(docs.limits)
     answers = session.answer(
         [p.tolist() for p in docs.prompts],
         max_tokens=new,
@@ -391,7 +400,9 @@ def _measure_harness(
     from .vllm_lm import VllmLM
 
     if spec.name not in tasks:
-        tasks[spec.name] = TaskRunner(spec, request.data_dir, limit, tokenizer)
+        tasks[spec.name] = TaskRunner(
+            spec, request.data_dir, limit, tokenizer, request.max_gen_toks
+        )
     runner = tasks[spec.name]
 
     def make(repeat: int) -> VllmLM:

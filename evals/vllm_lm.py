@@ -39,6 +39,7 @@ class VllmLM(LM):
         self.session, self.tokenizer, self.seed, self.configs = session, tokenizer, seed, configs
         self.counts: dict[int, dict[str, int]] = {}
         self.scored = self.decoded = self.generated = 0
+        self.lengths: dict[str, list[tuple[int, bool]]] = {}
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
         raise NotImplementedError("vLLM answers tasks that generate; use --backend hf")
@@ -68,7 +69,10 @@ class VllmLM(LM):
                 seeds=[request_seed(short_hash(t), self.seed) for t in texts],
             )
             for i, completion in zip(members, found.completions, strict=True):
-                lengths.append(len(completion.token_ids))
+                tokens = len(completion.token_ids)
+                lengths.append(tokens)
+                limit = int(wanted.get("max_gen_toks", MAX_TOKENS))
+                self.lengths.setdefault(requests[i].args[0], []).append((tokens, tokens < limit))
                 answers[i] = self._cut(completion.token_ids, stop)
         self.generated += sum(lengths)
         self.counts = counts(self.configs, lengths)

@@ -26,6 +26,8 @@ def parser() -> argparse.ArgumentParser:
     add("--limit", type=int, metavar="N", help="at most N documents a task")
     add("--data-dir", metavar="DIR", help="local files of lm-eval tasks (parquet, jsonl, json)")
     add("--download-data", action="store_true", help="let lm-eval fetch data sets")
+    add("--max-gen-toks", type=int, metavar="N", help="at most N tokens an lm-eval answer")
+    add("--chat-template", metavar="FILE", help="Jinja file, instead of the tokenizer's template")
     add = p.add_argument_group("state").add_argument
     add("--update-dtype", metavar="F", help="checkpoint format; fp8 alone: with an nvfp4 copy")
     add("--output-dtype", metavar="F", help="output copy's format, or 'same' for one shared state")

@@ -79,10 +79,12 @@ def _run(*args: str | Path) -> int:
 @pytest.mark.slow
 def test_the_full_suite_runs_on_stand_in_files(tiny_gdn: Path, files: Path, tmp_path: Path) -> None:
     suite = _reduced("full", tmp_path / "full.yaml")
-    out = tmp_path / "out"
+    out, template = tmp_path / "out", tmp_path / "chat.jinja"
+    template.write_text(CHAT)
     code = _run(
         "--model", tiny_gdn, "--suite", suite, "--data-dir", files, "--update-dtype", "int8",
         "--output-dtype", "nvfp4", "--limit", "2", "--batch-size", "4", "--out", out,
+        "--chat-template", template,
     )  # fmt: skip
     assert code == 0
     run = report.load(out)
@@ -104,6 +106,63 @@ def test_the_full_suite_runs_on_stand_in_files(tiny_gdn: Path, files: Path, tmp_
     for u in run.units:
         if not u.arm.startswith("fp32"):
             assert u.exercise.quantised_reads > 0
+    assert run.models[0].chat_template
+    generated = [c for c in run.comparisons if c.length is not None]
+    assert {c.task for c in generated} == asked - {"text", "text-4k"}
+    for c in generated:
+        if c.role == "floor":  # the same random numbers in another batch size
+            assert c.divergence == 1.0 and c.length_change.value == 0.0
+
+
+CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
+
+
+def test_chat_templates_change_the_prompts_of_tasks_that_ask_for_one(
+    tiny_gdn: Path, files: Path, tmp_path: Path, capsys
+) -> None:
+    suite, template = tmp_path / "chat.yaml", tmp_path / "chat.jinja"
+    tasks = [{"task": "aime25", "chat": True}, {"task": "hendrycks_math500"}]
+    suite.write_text(
+        yaml.safe_dump({"schema": 1, "name": "chat", "description": "", "tasks": tasks})
+    )
+    template.write_text(CHAT)
+    runs = []
+    for more in ((), ("--chat-template", template)):
+        out = tmp_path / f"out{len(more)}"
+        assert 0 == _run(
+            "--model", tiny_gdn, "--suite", suite, "--data-dir", files, "--update-dtype", "int8",
+            "--limit", "2", "--seeds", "0", "--max-gen-toks", "17", "--out", out, *more,
+        )  # fmt: skip
+        runs.append(report.load(out))
+        said = capsys.readouterr().out
+        assert ("has no chat template, so aime25 was asked" in said) == (not more)
+        assert "not a result to quote" in said
+    prompts = [{(u.task, u.prompts) for u in r.units} for r in runs]
+    assert {t for t, _ in prompts[0] & prompts[1]} == {"hendrycks_math500"}
+    assert {t for t, _ in prompts[0] - prompts[1]} == {"aime25"}
+    assert all(c.length <= 17 for r in runs for c in r.comparisons)
+    assert [r.models[0].chat_template is None for r in runs] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "task", "said"),
+    [
+        (None, "aime25", "cannot be read"),
+        ("{% for m in messages %}", "aime25", "not valid Jinja"),
+        ("hello", "aime25", "does not use 'messages'"),
+        (CHAT, "gsm8k", "has no effect"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_one_line(
+    text, task, said, tiny_gdn, files, tmp_path, capsys
+) -> None:
+    template = tmp_path / "t.jinja"
+    if text is not None:
+        template.write_text(text)
+    args = ("--model", tiny_gdn, "--suite", "full", "--tasks", task, "--data-dir", files)
+    assert _run(*args, "--chat-template", template) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and said in lines[0]
 
 
 @pytest.mark.slow

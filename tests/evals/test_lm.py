@@ -119,6 +119,60 @@ def test_rounding_follows_the_tokens_of_a_request(tiny_gdn: Path) -> None:
         torch.testing.assert_close(model._model_call(ids[i : i + 1])[0], together[i])
 
 
+def test_responses_end_at_their_own_stop(tiny_gdn: Path) -> None:
+    model = lm.ReplayLM(str(tiny_gdn), device="cpu")
+    row = list(b"one two\nthree") + [258, 258]
+    assert model._length(row, ["\n"]) == (8, True)
+    assert model._length(row, ["x"]) == (13, True)  # padding: it ended
+    assert model._length(row[:13], ["x"]) == (13, False)
+    model.think_end_token = "two"
+    assert model._length(list(b"\none two a\nb"), ["\n"]) == (11, True)
+    stops = lm.Stops(model.tokenizer, ["\n", "##"], None, 2)
+    ids = torch.tensor([list(b"p\nab#"), list(b"pqrst")])
+    assert stops(ids, None).tolist() == [False, False]  # the prompt does not count
+    ids = torch.cat([ids, torch.tensor([[ord("#")], [ord("u")]])], 1)
+    assert stops(ids, None).tolist() == [True, False]
+    thinking = lm.Stops(model.tokenizer, ["\n"], "</t>", 0)
+    assert thinking(torch.tensor([list(b"a\n</t")]), None).tolist() == [False]
+    assert thinking(torch.tensor([list(b"a\n</t>")]), None).tolist() == [False]
+    assert thinking(torch.tensor([list(b"a\n</t>\n")]), None).tolist() == [True]
+
+
+def test_sampled_answers_do_not_depend_on_the_batch(tiny_gdn: Path) -> None:
+    from lm_eval.api.instance import Instance
+
+    texts = ["first prompt", "a second, longer prompt", "third"]
+    settings = {"until": [], "do_sample": True, "temperature": 0.9, "top_p": 0.9, "top_k": 0}
+    asked = [
+        Instance("generate_until", {}, (t, settings | {"max_gen_toks": 24}), i)
+        for i, t in enumerate(texts)
+    ]
+
+    def answers(size: int, **more) -> list[str]:
+        model = lm.ReplayLM(str(tiny_gdn), device="cpu", batch_size=size, **more)
+        model.quiet = True
+        out = model.generate_until(asked)
+        assert set(model.lengths) == set(texts)
+        assert model.generated == sum(n for [(n, _)] in model.lengths.values())
+        return out
+
+    one = answers(1)
+    assert one == answers(3) and len(set(one)) == 3
+    assert one != answers(3, sampling_seed=1)
+    assert one == answers(2, update_dtype="fp32", output_dtype="same")
+
+
+def test_a_draw_follows_temperature_and_top_p(tiny_gdn: Path) -> None:
+    model = lm.ReplayLM(str(tiny_gdn), device="cpu")
+    asked = {"do_sample": True, "temperature": 0.5, "top_p": 0.9, "top_k": 0}
+    [draw] = model._sampling([f"{i}" for i in range(4000)], asked)["logits_processor"]
+    logits = torch.tensor([0.0, 1.0, 1.5]).expand(4000, 3)
+    share = torch.bincount(draw(None, logits).argmax(1), minlength=3) / 4000
+    kept = torch.tensor([0.0, 1.0, 1.5]).div(0.5).softmax(0)
+    kept[0] = 0  # outside of 90 %
+    torch.testing.assert_close(share, kept / kept.sum(), atol=0.03, rtol=0)
+
+
 def test_saved_model_info_holds_the_state_and_asks_no_hub(tiny_gdn: Path) -> None:
     loaded = models.load(models.resolve(str(tiny_gdn)))
     model = lm.ReplayLM(
