@@ -18,6 +18,21 @@ import torch
 from replayssm_quant.backends.vllm.generate import make_llm
 
 
+def make(scenario: dict[str, Any]) -> Any:
+    """The scenario's engine.
+
+    vLLM 0.32's CPU build installs its kernels anew for each engine, and trips over the compiled
+    functions of the n-gram drafter if another engine used it before.
+    """
+    llm = make_llm(scenario["model"], scenario["options"], scenario["engine"])
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    if current_platform.is_cpu() and hasattr(platform, "register_triton_kernel_overrides"):
+        platform.register_triton_kernel_overrides = classmethod(lambda cls: None)
+    return llm
+
+
 def layers_of(engine: Any) -> list[Any]:
     context = engine.vllm_config.compilation_config.static_forward_context
     return [x for x in context.values() if getattr(x, "page", None) is not None]
@@ -86,8 +101,34 @@ def allocated() -> int:
 def watch(log: dict[str, Any]) -> None:
     """Note the slots of prefills and the flushes of decode steps."""
     from replayssm_quant.backends.vllm.cursors import SlotCursors
+    from replayssm_quant.backends.vllm.drafts import DraftCursors
 
     decode, prefill = SlotCursors.decode, SlotCursors.prefill
+    verify, prefill_drafts = DraftCursors.verify, DraftCursors.prefill
+
+    def seen_verify(self: Any, out: Any, *args: Any) -> None:
+        verify(self, out, *args)
+        rows = out.rows
+        live = rows.slots >= 0
+        counts = rows.count[live].tolist()
+        seen = {
+            "rows": len(counts),
+            "flushes": int(rows.flush.sum()),
+            "drafted": sum(c > 1 for c in counts),
+            "ragged": int(len(set(counts)) > 1),
+            "rolled": int((out.shift[live] > 1).sum()),
+            "rolled_without_drafts": int((out.shift[live] > 1).any() and max(counts) == 1),
+        }
+        for name, value in seen.items():
+            log[name] = log.get(name, 0) + value
+
+    def seen_prefill_drafts(self: Any, *args: Any) -> Any:
+        rows, roll = prefill_drafts(self, *args)
+        more = args[1] != args[2]
+        log["folded"] = log.get("folded", 0) + int(rows.valid[more].sum())
+        return rows, roll
+
+    DraftCursors.verify, DraftCursors.prefill = seen_verify, seen_prefill_drafts
 
     def seen_decode(self: Any, out: Any, *args: Any) -> None:
         decode(self, out, *args)
@@ -112,7 +153,7 @@ def watch(log: dict[str, Any]) -> None:
 
 def run(scenario: dict[str, Any], log: dict[str, Any]) -> dict[str, Any]:
     log.clear()
-    llm = make_llm(scenario["model"], scenario["options"], scenario["engine"])
+    llm = make(scenario)
     layers = layers_of(llm.llm_engine)
     log.clear()
     if scenario.get("poison"):  # what an earlier tenant may leave: NaN in every format
@@ -131,8 +172,47 @@ def run(scenario: dict[str, Any], log: dict[str, Any]) -> dict[str, Any]:
         "runner": "v2" if config.use_v2_model_runner else "v1",
         "prefix_caching": config.cache_config.enable_prefix_caching,
         "log": dict(log),
+        "spec": spec_metrics(llm),
     }
     return result
+
+
+def spec_metrics(llm: Any) -> dict[str, int]:
+    """vLLM's counters of drafts, draft tokens and accepted ones; empty without statistics."""
+    try:
+        found = llm.get_metrics()
+    except AssertionError:
+        return {}
+    prefix = "vllm:spec_decode_num_"
+    named = (m for m in found if m.name.startswith(prefix) and hasattr(m, "value"))
+    return {m.name[len(prefix) :]: int(m.value) for m in named}
+
+
+def ngram_acceptance(job: dict[str, Any]) -> dict[str, int]:
+    """What vLLM's own n-gram proposer drafts and gets accepted if the tokens are ``ids``.
+
+    ids hold ``drafts`` tokens more than a request generates.
+    """
+    import numpy as np
+    from vllm.v1.spec_decode.ngram_proposer import (
+        _find_longest_matched_ngram_and_propose_tokens as propose,
+    )
+
+    found = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
+    for prompt, ids in zip(job["prompts"], job["ids"], strict=True):
+        done, every = 1, np.array([*prompt, *ids], dtype=np.int32)
+        while done < job["tokens"]:
+            drafted = propose(
+                every[: len(prompt) + done], job["min"], job["max"], job["length"], job["drafts"]
+            ).tolist()
+            kept = 0
+            while kept < len(drafted) and drafted[kept] == ids[done + kept]:
+                kept += 1
+            found["drafts"] += bool(drafted)
+            found["draft_tokens"] += len(drafted)
+            found["accepted_tokens"] += kept
+            done += kept + 1
+    return found
 
 
 def signatures() -> dict[str, Any]:
@@ -156,6 +236,8 @@ def signatures() -> dict[str, Any]:
     except ImportError:
         pass
     new = {"split", "make_page", "metadata", "heads", "before", "store", "reserve"}
+    private = {"_prefill", "_decode", "_heads", "_seed", "_batch_keys", "_verify"}
+    private |= {"_convolve_drafts", "_forward_drafts", "_plan_verify"}
     problems, checked = [], 0
     for cls, sources in ours:
         base = cls.__mro__[cls.__mro__.index(sources[-1]) + 1 :]
@@ -166,7 +248,7 @@ def signatures() -> dict[str, Any]:
                     continue
                 stock = getattr(base, name, None)
                 if name.startswith("_") and name != "__init__" and stock is None:
-                    if name in ("_prefill", "_decode", "_heads", "_seed", "_batch_keys"):
+                    if name in private:
                         continue
                 if stock is None:
                     problems.append(f"{cls.__name__}.{name}: vLLM has no such method")
@@ -193,10 +275,14 @@ def main() -> None:
     if job.name == "signatures":
         out.write_text(json.dumps(signatures()))
         return
+    asked = json.loads(job.read_text())
+    if isinstance(asked, dict):
+        out.write_text(json.dumps(ngram_acceptance(asked)))
+        return
     log: dict[str, Any] = {}
     watch(log)
     results = {}
-    for scenario in json.loads(job.read_text()):
+    for scenario in asked:
         try:
             results[scenario["name"]] = run(scenario, log)
         except Exception as error:

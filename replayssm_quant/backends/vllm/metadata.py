@@ -183,11 +183,6 @@ class SplitMamba2Builder(Mamba2AttentionMetadataBuilder):
         self.supports_update_block_table = True
         self.planner = RowPlanner(layer_names, vllm_config, device)
 
-    @classmethod
-    def get_varlen_cudagraph_max_query_len(cls, *args: Any, **kwargs: Any) -> int | None:
-        """None: a captured graph holds rows of one length."""
-        return None
-
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any
     ) -> SplitMamba2Metadata:
