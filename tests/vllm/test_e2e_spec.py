@@ -1,0 +1,133 @@
+"""The end-to-end benchmark of drafts without vLLM: arms, bytes, what it counts, its report."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from replayssm_quant.backends.vllm.options import KEY, parse
+from replayssm_quant.kernels.bench import e2e, e2e_spec
+from replayssm_quant.state.geometry import read_geometry
+
+
+@pytest.mark.parametrize("model", e2e.MODELS)
+@pytest.mark.parametrize("arm", e2e_spec.ARMS)
+def test_every_arm_is_plain_vllm_or_valid_options(model: str, arm: str) -> None:
+    args = Namespace(
+        model=model,
+        batches=[(8, 80), (2, 80)],
+        drafts=4,
+        accepted=2.5,
+        length=2048,
+        memory_share=0.1,
+        cache_gib=0.25,
+        engine='{"seed": 3}',
+    )
+    found = e2e_spec.engine_arguments(Path("m"), e2e_spec.arm_of(arm), args)
+    width = 1 if arm == "plain" else 5
+    assert found["compilation_config"]["cudagraph_capture_sizes"] == [2 * width, 8 * width]
+    assert found["kv_cache_memory_bytes"] <= 2**28 and found["seed"] == 3
+    spec = found.get("speculative_config")
+    assert (spec is None) == (arm == "plain")
+    if spec is not None:
+        assert spec["rejection_sample_method"] == "synthetic"
+        assert (spec["num_speculative_tokens"], spec["synthetic_acceptance_length"]) == (4, 2.5)
+    options = parse(found["additional_config"])
+    assert (
+        (options is None) == (arm in ("plain", "vllm")) == (KEY not in found["additional_config"])
+    )
+    if options is None:
+        assert found["mamba_ssm_cache_dtype"] == "float32"
+    else:
+        options.layer_configs(e2e.MODELS[model])
+
+
+def test_plain_vllm_keeps_a_state_for_each_draft() -> None:
+    layers = read_geometry(e2e.MODELS["nemotron-3-nano-4b"]).layers.values()
+    (layer, *_) = layers
+    plain, vllm, ours = (e2e_spec.arm_of(a) for a in ("plain", "vllm", "fp32"))
+    assert [e2e_spec.states(a, 4) for a in (plain, vllm, ours)] == [1, 5, 1]
+    # 96 heads of 80 x 128 in fp32, three columns of the convolution and one for each draft
+    assert e2e_spec.page_bytes(layer, plain, 4) == 3_990_528
+    assert e2e_spec.page_bytes(layer, vllm, 4) == 3_990_528 + 4 * layer.conv_channels * 2
+    grown = e2e_spec.page_bytes(layer, ours, 4) - e2e_spec.page_bytes(layer, vllm, 4)
+    assert 0 < grown < 0.12 * 3_990_528  # a ring of 16 + 5 inputs
+    room = [e2e_spec.cache_bytes("nemotron-3-nano-4b", a, 64, 2048, 4) for a in (plain, vllm, ours)]
+    assert room[2] == pytest.approx(room[0], rel=0.1) and room[1] > 3 * room[0]
+
+
+def steps(*parts: tuple[int, int, int]) -> list[tuple[float, int, int, bool]]:
+    """(steps, requests, tokens of a request) one after the other, a step in 10 ms; all end last."""
+    out: list[tuple[float, int, int, bool]] = []
+    for count, requests, each in parts:
+        for _ in range(count):
+            out.append((len(out) * 0.01, requests, requests * each, False))
+    return [*out, (len(out) * 0.01, 1, 1, True)]
+
+
+def test_the_window_counts_the_steps_that_ran_together() -> None:
+    # two steps of prefills, 30 of all requests, and what is behind the first that ended
+    seen = [*steps((2, 1, 1), (30, 4, 3)), (0.9, 3, 9, False)]
+    row = e2e_spec.window(seen, 6, 100)
+    assert (row["batch"], row["running"], row["steps"]) == (6, 4, 27)
+    assert row["step_ms"] == pytest.approx(10)
+    assert row["tokens_a_step"] == pytest.approx(3)
+    assert row["tokens_per_s"] == pytest.approx(1200)
+
+
+@pytest.mark.parametrize("parts", [((5, 4, 3),), ((1, 4, 1), (20, 2, 1), (12, 4, 3), (20, 2, 3))])
+def test_a_window_that_is_too_short_or_broken_is_refused(parts: tuple) -> None:
+    with pytest.raises(RuntimeError, match="ran together"):
+        e2e_spec.window(steps(*parts), 4, 100)
+
+
+def row(arm: str, tokens_per_s: float, room: float, batch: int = 512) -> dict:
+    layer = next(iter(read_geometry(e2e.MODELS["qwen3.5-4b"]).layers.values()))
+    drafts = 0 if arm == "plain" else 4
+    made = {"op": e2e_spec.OP, "model": "qwen3.5-4b", "arm": arm, "runner": "v2", "batch": batch}
+    made |= {"drafts": drafts, "accepted": 3.0 if drafts else 1.0, "running": batch, "steps": 99}
+    made |= {"step_ms": 20.0, "tokens_a_step": 3.0, "tokens_per_s": tokens_per_s, "cache_gib": 50.0}
+    made |= {"state_bytes": e2e_spec.page_bytes(layer, e2e_spec.arm_of(arm), 4)}
+    made |= {"max_concurrency": room, "concurrency_tokens": 2048, "date": "2026-01-02"}
+    return made | dict.fromkeys(("gpu", "commit", "vllm", "torch", "triton"), "x")
+
+
+def test_the_report_has_its_ratios_and_targets(tmp_path: Path) -> None:
+    rows = [row("plain", 900.0, 200.0), row("vllm", 1000.0, 100.0), row("P8+4", 2100.0, 300.0)]
+    rows.append(row("fp32", 1500.0, 180.0) | {"error": "out of memory"})
+    (tmp_path / f"{e2e_spec.OP}-x-2026-01-02.json").write_text(json.dumps(rows))
+    text = e2e_spec.report(tmp_path, tmp_path).read_text()
+    line = next(x for x in text.splitlines() if x.startswith("| P8+4"))
+    assert [c.strip() for c in line.strip("|").split("|")][:5] == [
+        "P8+4",
+        "v2",
+        "512",
+        "2,100",
+        "2.10",
+    ]
+    assert "| 600 |" in line  # 300 in 50 GiB are 600 in 100 GiB
+    targets = [x for x in text.splitlines() if x.startswith(("| x vllm", "| room,"))]
+    assert ["yes" in x for x in targets] == [True, False]
+    assert "2.10" in targets[0] and "3.00" in targets[1]
+    assert "fp32 failed: out of memory" in text and "requests of\n2,048 tokens" in text
+    with pytest.raises(ValueError, match="no e2e_spec"):
+        e2e_spec.report(tmp_path / "none", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        (["--arms", "fp33"], "unknown arm 'fp33'"),
+        (["--drafts", "8"], "use 1 to 7"),
+        (["--accepted", "6"], "use 1 to 5"),
+        (["--batches", "8:3000"], "raise it"),
+        (["--batches", "8:20"], "80 tokens or more"),
+    ],
+)
+def test_bad_arguments_are_refused(
+    argument: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        e2e_spec.main(argument)
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
