@@ -19,7 +19,9 @@ import triton.language as tl
 from ...formats.rotation import block_of, signs
 from ...state.cache import VerifyRows
 from ...state.layout import StateViews
+from .matrix import matrix_path
 from .planes import PTX, code_values, e4m3_scale, e8m0_scale, element_bits_of, load_words
+from .spec import KernelFormat
 
 TOKENS = tl.constexpr(8)
 """Columns of a product: T padded."""
@@ -162,19 +164,19 @@ def copy_product(
 
 
 @triton.jit
-def store_vectors(c_ptr, x, ok, KIND: tl.constexpr, N: tl.constexpr, NP: tl.constexpr):
-    """Vectors x [TOKENS, NP] (zero beyond N) as ``copy_product`` reads them; returns max |x| [T].
+def store_vectors(c_ptr, x, OUTPUT: tl.constexpr, N: tl.constexpr, NP: tl.constexpr):
+    """Vectors x [M, NP] (zero beyond N) as ``copy_product`` reads the first TOKENS of them.
 
-    A vector is divided by that, if it is above zero; ok: store at all.
+    A vector is divided by its largest magnitude, if that is above zero; returns those [M].
     """
+    M: tl.constexpr = x.shape[0]
     top = tl.max(tl.abs(x), 1)
     # NaN and Inf stay in their own column
     scale = tl.where(top > 0, top, 1.0)
-    t, n = tl.arange(0, TOKENS), tl.arange(0, NP)
-    x = x / scale[:, None]
+    t, n = tl.arange(0, M), tl.arange(0, NP)
+    value = _operand(x / scale[:, None], operand_of(OUTPUT))
     at = c_ptr + n[None, :] * TOKENS + t[:, None]
-    value = x.to(tl.float16) if KIND == "fp16" else x
-    tl.store(at, value, mask=(n < N)[None, :] & ok)
+    tl.store(at, value, mask=(n < N)[None, :] & (t < TOKENS)[:, None])
     return top
 
 
@@ -200,18 +202,15 @@ def sees(entry, base, count, ancestors_ptr, TREE: tl.constexpr):
 
 
 @triton.jit
-def seen_dot(inputs, now, weight, base, count, ancestors_ptr, TREE: tl.constexpr):
-    """sum over entries of inputs [M, LP] times weight [LP, TOKENS]; of what is unseen, nothing.
+def seen_dot(inputs, weight, seen):
+    """The step's own inputs [M, 16] times weight [16, TOKENS]; of what is unseen, nothing.
 
-    now [M, TOKENS]: the inputs of the step's tokens once more. A draft may be Inf or NaN: that must
-    reach the tokens that see it and no others, although a product takes every entry. (A committed
-    input is seen by all.)
+    A draft may be Inf or NaN: that must reach the tokens that see it (seen [16, TOKENS]) and no
+    others, although a product takes every entry. (A committed input is seen by all.)
     """
-    fresh = now.to(tl.float32)
-    if tl.max(tl.max(((fresh - fresh) != 0).to(tl.int32), 1), 0) != 0:
-        seen, _ = sees(tl.arange(0, weight.shape[0]), base, count, ancestors_ptr, TREE)
-        wide = inputs.to(tl.float32)
-        bad = (wide - wide) != 0
+    wide = inputs.to(tl.float32)
+    bad = (wide - wide) != 0
+    if tl.max(tl.max(bad.to(tl.int32), 1), 0) != 0:
         y = window_dot(tl.where(bad, 0.0, inputs).to(inputs.dtype), weight)
         hit = tl.dot(bad.to(tl.float16), seen.to(tl.float16))
         y = tl.where(hit > 0, float("nan"), y)
@@ -264,10 +263,21 @@ def compact(views: StateViews, rows: VerifyRows, path: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Rows of a block (a power of two; a head's at most) and warps of a verify program."""
+    """How a verify step is launched.
 
-    rows: int = 128
+    rows: of a block (a power of two from 16 on; a head's at most); warps: of a program without
+    matrix units. With them, heads: of a program, at most (Mamba-2); blocks: of a program (GDN);
+    ahead: 1 to load the next block while one is worked on; registers: of a thread, at most.
+    prepare_warps: of a program that prepares.
+    """
+
+    rows: int = 64
     warps: int = 2
+    heads: int = 2
+    blocks: int = 1
+    ahead: int = 0
+    registers: int = 128
+    prepare_warps: int = 1
 
 
 @lru_cache(maxsize=32)
@@ -282,9 +292,43 @@ def zero_token(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     return torch.zeros(1, *shape, dtype=dtype, device=device)
 
 
-def operand_dtype(kind: str) -> torch.dtype:
-    """Storage of the vectors of a product (``operand_of``)."""
-    return torch.float16 if kind == "fp16" else torch.float32
+def query_scratch(
+    batch: int, vectors: int, n: int, output: KernelFormat, matrix: bool, device: torch.device
+) -> torch.Tensor:
+    """Room for the queries of a step, as ``copy_product`` or ``verify_matrix`` wants them."""
+    if matrix:
+        return torch.empty(batch, vectors, 16 * TOKENS.value * 4, dtype=torch.int32, device=device)
+    dtype = torch.float16 if operand_of(output) == "fp16" else torch.float32
+    return torch.empty(batch, vectors, n, TOKENS.value, dtype=dtype, device=device)
+
+
+def aligned(*tensors: torch.Tensor | None) -> bool:
+    """True if sixteen bytes load at once from what belongs to any row (and token) of these."""
+    return all(
+        t is None
+        or (t.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in t.stride()[: t.ndim - 2]))
+        for t in tensors
+    )
+
+
+def takes_matrix(
+    views: StateViews, output: KernelFormat, rows: int, n: int, inputs: torch.Tensor
+) -> bool:
+    """True if the reads of a layer go through ``verify_matrix``; inputs [b, T, H, R]."""
+    ring = views.ring_x if views.ring_x is not None else views.ring_v
+    assert ring is not None
+    return (
+        matrix_path(PTX.value, n, output) != ""
+        and rows % 16 == 0
+        and ring.dtype == inputs.dtype == torch.bfloat16
+        and aligned(inputs)
+        and all(t.stride(0) % 16 == 0 for t in views.tensors().values())
+    )
+
+
+def divisor_up_to(total: int, limit: int) -> int:
+    """The largest divisor of ``total`` that is at most ``limit``."""
+    return next(d for d in range(min(total, limit), 0, -1) if total % d == 0)
 
 
 def row_strided(name: str, t: torch.Tensor) -> torch.Tensor:

@@ -17,20 +17,49 @@ from ...config import StateConfig
 from ...state.cache import VerifyRows
 from ...state.layout import StateViews
 from ..common.activation import softplus
+from ..common.launch import (
+    dependents_may_start,
+    early,
+    register_limit,
+    starts_early,
+    wait_for_previous,
+)
 from ..common.store import check_state_size, plane_arguments
 from ..common.verify import (
     TOKENS,
     LaunchConfig,
+    aligned,
     check_devices,
     copy_product,
     copy_words,
-    operand_dtype,
-    operand_of,
+    divisor_up_to,
+    query_scratch,
     row_strided,
     seen_dot,
     sees,
     store_vectors,
+    takes_matrix,
+    window_dot,
     zero_token,
+)
+from ..common.verify_matrix import (
+    QUERY_WORDS,
+    add_seen,
+    add_tokens,
+    append_tokens,
+    block_most,
+    fetch_codes,
+    fetch_tokens,
+    lane_token,
+    load_queries,
+    not_finite,
+    odd_sum,
+    read_block,
+    seen_words,
+    store_outputs,
+    store_queries,
+    weight_terms,
+    zero_outputs,
 )
 from .prepare import rotate_rows
 from .reference import NORM_EPS
@@ -47,20 +76,28 @@ def row_of(x, t, i):
 
 @triton.jit
 def verify_prepare_kernel(
-    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr,  # [b, T, ...], contiguous within a token
+    q_ptr, k_ptr, g_ptr, beta_ptr,  # [b, T, ...], contiguous within a token
     A_log_ptr, dt_bias_ptr, sign_ptr,  # [HV], [HV], fp32 [K]
-    ring_k_ptr, ring_v_ptr, ring_g_ptr, ring_beta_ptr, ring_rk_ptr,
+    ring_k_ptr, ring_g_ptr, ring_beta_ptr, ring_rk_ptr,
     slot_ptr, valid_ptr, flush_ptr, count_ptr, ancestors_ptr,  # [b]; ancestors [b, T]
-    c_ptr, top_ptr, w_ptr,  # operand [b, HV, K, T], fp32 [b, HV, T], fp32 [b, HV, LP, T]
-    q_stride, q_token, k_stride, k_token, v_stride, v_token,
-    g_stride, g_token, beta_stride, beta_token,
-    ring_k_stride, ring_v_stride, ring_g_stride, ring_beta_stride, ring_rk_stride,
+    c_ptr, top_ptr, w_ptr,  # queries of [b, HV], fp32 [b, HV, T], fp32 [b, HV, T, LP + T]
+    q_stride, q_token, k_stride, k_token, g_stride, g_token, beta_stride, beta_token,
+    ring_k_stride, ring_g_stride, ring_beta_stride, ring_rk_stride,
     scale, width,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    KP: tl.constexpr, VP: tl.constexpr, LP: tl.constexpr, GW: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, LP: tl.constexpr,
+    GW: tl.constexpr,
     RAW_GATES: tl.constexpr, NEGATIVE: tl.constexpr, L2NORM: tl.constexpr, EPS: tl.constexpr,
-    ROTATE: tl.constexpr, TREE: tl.constexpr, KIND: tl.constexpr,
+    ROTATE: tl.constexpr, TREE: tl.constexpr, OUTPUT: tl.constexpr, MATRIX: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    """What does not touch the state, one program a key head and row; appends all but v.
+
+    Pushes the queries of all tokens back through what each sees. The result is a query of the copy
+    for each token, divided by its largest magnitude (``top``), and the weights of the committed v
+    (entries below ``base``), then of the step's own. EARLY: programs of the next launch may start.
+    """
+    if EARLY:
+        dependents_may_start()
     i_k, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slot_ptr + i_b).to(tl.int64)
     count = tl.load(count_ptr + i_b)
@@ -90,12 +127,6 @@ def verify_prepare_kernel(
     PER: tl.constexpr = HV // HK
     for h in range(PER):
         head = i_k * PER + h
-        m, m_ok = tl.arange(0, VP), tl.arange(0, VP) < V
-        v = v_ptr + i_b * v_stride + t[:, None] * v_token + head * V + m[None, :]
-        v = tl.load(v, mask=t_ok[:, None] & m_ok[None, :], other=0.0)
-        ring_v = ring_v_ptr + slot * ring_v_stride + (base + t)[:, None] * (HV * V) + head * V
-        v = v.to(ring_v_ptr.dtype.element_ty)
-        tl.store(ring_v + m[None, :], v, mask=t_ok[:, None] & m_ok[None, :])
         beta = tl.load(beta_ptr + i_b * beta_stride + t * beta_token + head, mask=t_ok, other=0.0)
         beta = beta.to(tl.float32)
         gate = n[None, :] % GW
@@ -117,7 +148,7 @@ def verify_prepare_kernel(
 
         # the walk, newest entry first: the tokens of the step, then the committed inputs
         row = i_b * HV + head
-        weight = w_ptr + row * (LP * TOKENS) + t
+        weight = w_ptr + (row * TOKENS + t) * (LP + TOKENS)
         r = q
         for back in range(count):
             j = count - 1 - back
@@ -125,7 +156,7 @@ def verify_prepare_kernel(
             k_j = row_of(k, t, j)
             beta_j = tl.sum(tl.where(t == j, beta, 0.0), 0)
             w = tl.where(on, beta_j * tl.sum(r * k_j, 1), 0.0)
-            tl.store(weight + (base + j) * TOKENS, w)
+            tl.store(weight + LP + j, w)
             r = tl.where(on[:, None], tl.exp(row_of(g, t, j)) * (r - w[:, None] * k_j), r)
         k_next = tl.load(ring_k + (base - 1) * (HK * K) + n, mask=(n < K) & (base > 0), other=0.0)
         rk_next = tl.load(ring_rk + (base - 1) * HK, mask=base > 0, other=0.0)
@@ -142,25 +173,33 @@ def verify_prepare_kernel(
             beta_next = tl.load(ring_beta + i * HV, mask=i >= 0, other=0.0)
             g_next = tl.load(ring_g + i * (HV * GW), mask=g_ok & (i >= 0), other=0.0)
             w = beta_j * tl.sum(r * k_j, 1)
-            tl.store(weight + j * TOKENS, w)
+            tl.store(weight + j, w)
             r = tl.exp(g_j) * (r - w[:, None] * k_j)
         if ROTATE:
             r = rotate_rows(r, sign_ptr, TOKENS, K, KP)
-        top = store_vectors(c_ptr + row * (K * TOKENS), r, True, KIND, K, KP)
+        if MATRIX:
+            top = tl.max(tl.abs(r), 1)
+            r = r * (1.0 / tl.where(top > 0, top, 1.0))[:, None]
+            low, high = tl.split(tl.permute(tl.reshape(r, [TOKENS, 2, 64]), (0, 2, 1)))
+            store_queries(c_ptr + row * QUERY_WORDS, low, high, t >= 0, OUTPUT)
+        else:
+            top = store_vectors(c_ptr + row * (K * TOKENS), r, OUTPUT, K, KP)
         tl.store(top_ptr + row * TOKENS + t, top)
 
 
 @triton.jit
 def verify_kernel(
+    v_ptr, y_ptr,  # [b, T, HV, V]
     c_ptr, top_ptr, w_ptr,  # see verify_prepare_kernel
-    ring_v_ptr, slot_ptr, valid_ptr, flush_ptr, count_ptr, ancestors_ptr, y_ptr,
+    ring_v_ptr, slot_ptr, valid_ptr, flush_ptr, count_ptr, ancestors_ptr,
     copy_ptr, copy_scale_ptr, copy_tile_ptr,
-    ring_v_stride, y_stride, y_token, copy_stride, copy_scale_stride, copy_tile_stride, width,
+    v_stride, v_token, y_stride, y_token,
+    ring_v_stride, copy_stride, copy_scale_stride, copy_tile_stride, width,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, LP: tl.constexpr,
     ROWS: tl.constexpr, COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr,
     TILES: tl.constexpr, OUTPUT: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
-    """A block of ROWS rows of a value head of one row; padding gets zeros."""
+    """A block of ROWS rows of a value head of one row: y, and v joins the ring. Padding: zeros."""
     i_v, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = tl.load(slot_ptr + i_b).to(tl.int64)
     count = tl.load(count_ptr + i_b)
@@ -175,29 +214,162 @@ def verify_kernel(
     base = tl.where(tl.load(flush_ptr + i_b).to(tl.int32) != 0, 0, tl.load(valid_ptr + i_b))
     copy = copy_ptr + slot * copy_stride + i_h * COPY_HEAD
     words = copy_words(copy, row, ok, K, OUTPUT)
-    entry = tl.arange(0, LP)
-    inside = entry < base + count
+    entry, own = tl.arange(0, LP), tl.arange(0, 16)
     ring_v = ring_v_ptr + slot * ring_v_stride + i_h * V + row[:, None]
-    v = ring_v + entry[None, :] * (HV * V)
-    v = tl.load(v, mask=ok[:, None] & inside[None, :], other=0.0)
-    now = ring_v + (base + t)[None, :] * (HV * V)
-    now = tl.load(now, mask=ok[:, None] & (t < count)[None, :], other=0.0)
+    past_ok = (entry < base)[None, :] & ok[:, None]
+    past = tl.load(ring_v + entry[None, :] * (HV * V), mask=past_ok, other=0.0)
+    own_ok = (own < count)[None, :] & ok[:, None]
+    v_in = v_ptr + i_b * v_stride + i_h * V + row[:, None] + own[None, :] * v_token
+    now = tl.load(v_in, mask=own_ok, other=0.0).to(ring_v_ptr.dtype.element_ty)
+    tl.store(ring_v + (base + own)[None, :] * (HV * V), now, mask=own_ok)
     head = i_b * HV + i_h
-    w = w_ptr + head * (LP * TOKENS) + entry[:, None] * TOKENS + t[None, :]
-    w = tl.load(w, mask=inside[:, None], other=0.0)
+    w = w_ptr + (head * TOKENS + t[None, :]) * (LP + TOKENS)
+    w_past = tl.load(w + entry[:, None], mask=(entry < base)[:, None], other=0.0)
+    w_now = tl.load(w + LP + own[:, None], mask=(own < count)[:, None], other=0.0)
     read = copy_product(
         words, copy, copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD,
         copy_tile_ptr + slot * copy_tile_stride + i_h * TILES,
         c_ptr + head * (K * TOKENS), row, ok, K, KP, OUTPUT,
     )  # fmt: skip
-    out = read * tl.load(top_ptr + head * TOKENS + t)[None, :] + seen_dot(
-        v, now, w, base, count, ancestors_ptr + i_b * width, TREE
-    )
+    out = read * tl.load(top_ptr + head * TOKENS + t)[None, :] + window_dot(past, w_past)
+    seen, _ = sees(own, 0, count, ancestors_ptr + i_b * width, TREE)
+    out += seen_dot(now, w_now, seen)
     out = tl.where((t < count)[None, :], out, 0.0)
     tl.store(y, out.to(y_ptr.dtype.element_ty), mask=out_ok)
 
 
-LAUNCH = LaunchConfig(rows=64, warps=2)
+@triton.jit
+def _weights(w, first: tl.constexpr, last, COUNT: tl.constexpr, LP: tl.constexpr):
+    """Words of the weights of COUNT (8 or 16) inputs from entry ``first`` on, below ``last``."""
+    g, q = lane_token()
+    out = ()
+    for i in tl.static_range(COUNT // 4):
+        e = first + i * 4 + q
+        out = out + (tl.load(w + g * (LP + TOKENS) + e, mask=(e < last) & (g >= 0), other=0.0),)
+    high, low = weight_terms(out[0], out[1])
+    if COUNT == 8:
+        return high, low
+    else:
+        high_next, low_next = weight_terms(out[2], out[3])
+        return high, high_next, low, low_next
+
+
+@triton.jit
+def _fetch(
+    code, scale, tile, ring, v, k: tl.constexpr, base, count, v_token,
+    HV: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, OUTPUT: tl.constexpr,
+):  # fmt: skip
+    """Everything of block k that waits for nothing: codes, scales, committed and new inputs."""
+    codes, scales = fetch_codes(code, scale, tile, k * ROWS, ROWS, OUTPUT)
+    past = fetch_tokens(ring, HV * V, k * ROWS, 0, base, ROWS, 16)
+    now = fetch_tokens(v, v_token, k * ROWS, 0, count, ROWS, TOKENS)
+    return codes, scales, past, now
+
+
+@triton.jit
+def _verify_unit(
+    FIRST: tl.constexpr,
+    v, y, ring, masks, code, scale, tile, c_ptr, top, w, base, count, width, v_token, y_token,
+    HV: tl.constexpr, V: tl.constexpr, LP: tl.constexpr, ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr, OUTPUT: tl.constexpr, TREE: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """y of BLOCKS blocks from the rows that the pointers are at; v joins the ring if FIRST.
+
+    Returns whether something was not finite; if so, without FIRST the result is right.
+    """
+    codes, scales, past, now = _fetch(
+        code, scale, tile, ring, v, 0, base, count, v_token, HV, V, ROWS, OUTPUT
+    )
+    if EARLY:
+        wait_for_previous()
+    c = load_queries(c_ptr)
+    even_token = top + tl.arange(0, 32) % 4 * 2
+    even, odd = tl.load(even_token), tl.load(even_token + 1)
+    w_past = _weights(w, 0, base, 16, LP)
+    w_now = _weights(w, LP, LP + count, TOKENS, LP)
+    strange = tl.zeros([8, 4], tl.float32)
+    for k in tl.static_range(BLOCKS):
+        if k > 0 and not AHEAD:
+            codes, scales, past, now = _fetch(
+                code, scale, tile, ring, v, k, base, count, v_token, HV, V, ROWS, OUTPUT
+            )
+        if AHEAD and k + 1 < BLOCKS:  # the next block is on its way meanwhile
+            codes_next, scales_next, past_next, now_next = _fetch(
+                code, scale, tile, ring, v, k + 1, base, count, v_token, HV, V, ROWS, OUTPUT
+            )
+        y0, y1 = read_block(codes, scales, c, even, odd, ROWS, OUTPUT)
+        y0, y1 = add_tokens(y0, y1, past, w_past, ROWS)
+        for more in tl.static_range(1, LP // 16):
+            if base > more * 16:
+                rest = fetch_tokens(ring, HV * V, k * ROWS, more * 16, base, ROWS, 16)
+                y0, y1 = add_tokens(y0, y1, rest, _weights(w, more * 16, base, 16, LP), ROWS)
+        if FIRST:
+            y0, y1 = add_tokens(y0, y1, now, w_now, ROWS)
+            append_tokens(ring, HV * V, k * ROWS, base, count, now, ROWS, TOKENS)
+        else:
+            seen = seen_words(count, masks, TREE)
+            y0, y1 = add_seen(y0, y1, now, w_now, seen, count, ROWS)
+        strange += odd_sum(y0, y1)
+        store_outputs(y, y_token, k * ROWS, y0, y1, width, ROWS)
+        if AHEAD and k + 1 < BLOCKS:
+            codes, scales, past, now = codes_next, scales_next, past_next, now_next
+    return not_finite(strange)
+
+
+@triton.jit
+def verify_matrix_kernel(
+    v_ptr, y_ptr, c_ptr, top_ptr, w_ptr,  # as verify_kernel
+    ring_v_ptr, slot_ptr, valid_ptr, flush_ptr, count_ptr, ancestors_ptr,
+    copy_ptr, copy_scale_ptr, copy_tile_ptr,
+    v_stride, v_token, y_stride, y_token,
+    ring_v_stride, copy_stride, copy_scale_stride, copy_tile_stride, width,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, LP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, COPY_HEAD: tl.constexpr,
+    COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr, OUTPUT: tl.constexpr, TREE: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """BLOCKS blocks of ROWS rows of a value head of one row.
+
+    Where something is not finite the work is done again, with an eye to which token sees it. AHEAD:
+    a block is loaded while the one before is worked on. EARLY: the launch before may still run.
+    """
+    unit = tl.program_id(0)
+    SPAN: tl.constexpr = ROWS * BLOCKS
+    PARTS: tl.constexpr = V // SPAN
+    i_v, i_h, i_b = unit % PARTS, unit // PARTS % HV, (unit // (PARTS * HV)).to(tl.int64)
+    slot = tl.load(slot_ptr + i_b).to(tl.int64)
+    count = tl.load(count_ptr + i_b)
+    base = tl.where(tl.load(flush_ptr + i_b).to(tl.int32) != 0, 0, tl.load(valid_ptr + i_b))
+    row, head = i_h * V + i_v * SPAN, i_b * HV + i_h
+    v = v_ptr + i_b * v_stride + row
+    y = y_ptr + i_b * y_stride + row
+    ring = ring_v_ptr + slot * ring_v_stride + row
+    code = copy_ptr + slot * copy_stride + i_h * COPY_HEAD + i_v * (COPY_HEAD // PARTS)
+    scale = copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD
+    scale += i_v * (COPY_SCALE_HEAD // PARTS)
+    tile = copy_tile_ptr + slot * copy_tile_stride + i_h * TILES + i_v * (SPAN // 16)
+    masks = ancestors_ptr + i_b * width
+    c = c_ptr + head * QUERY_WORDS
+    top = top_ptr + head * TOKENS
+    w = w_ptr + head * ((LP + TOKENS) * TOKENS)
+    if (slot < 0) | (count <= 0):
+        if EARLY:
+            wait_for_previous()
+        zero_outputs(y, y_token, width, SPAN)
+    else:
+        strange = _verify_unit(
+            True, v, y, ring, masks, code, scale, tile, c, top, w, base, count, width,
+            v_token, y_token, HV, V, LP, ROWS, BLOCKS, OUTPUT, TREE, AHEAD, EARLY,
+        )  # fmt: skip
+        if strange:
+            _verify_unit(
+                False, v, y, ring, masks, code, scale, tile, c, top, w, base, count, width,
+                v_token, y_token, HV, V, LP, ROWS, BLOCKS, OUTPUT, TREE, False, False,
+            )  # fmt: skip
+
+
+LAUNCH = LaunchConfig()
 
 
 def fold_committed(
@@ -263,41 +435,55 @@ def _run(
     check_state_size(values, n)
     padded, lp = max(16, triton.next_power_of_2(n)), max(16, triton.next_power_of_2(length))
     planes, sizes = plane_arguments(views, config)
-    kind = operand_of(sizes["OUTPUT"])
-    c = torch.empty(batch, hv, n, TOKENS.value, dtype=operand_dtype(kind), device=device)
+    output, chosen = sizes["OUTPUT"], launch or LAUNCH
+    matrix = takes_matrix(views, output, values, n, v) and aligned(y) and y.dtype == v.dtype
+    start = matrix and starts_early(device)
     top = torch.empty(batch, hv, TOKENS.value, device=device)
-    w = torch.empty(batch, hv, lp, TOKENS.value, device=device)
     A_log, dt_bias = (top, top) if weights is None else weights
     common = {
         "slot_ptr": rows.slots, "valid_ptr": rows.valid, "flush_ptr": rows.flush,
         "count_ptr": rows.count,
         "ancestors_ptr": rows.count if rows.ancestors is None else rows.ancestors,
-        "c_ptr": c, "top_ptr": top, "w_ptr": w, "width": width,
-        "HV": hv, "K": n, "V": values, "KP": padded, "LP": lp, "TREE": rows.ancestors is not None,
+        "c_ptr": query_scratch(batch, hv, n, output, matrix, device), "top_ptr": top,
+        "w_ptr": torch.empty(batch, hv, TOKENS.value, lp + TOKENS.value, device=device),
+        "width": width, "HV": hv, "K": n, "LP": lp, "OUTPUT": output,
+        "TREE": rows.ancestors is not None,
     }  # fmt: skip
     steps = {
         f"{name}_{of}": stride
-        for name, x in zip(names, (q, k, v, g, beta), strict=True)
+        for name, x in (("q", q), ("k", k), ("g", g), ("beta", beta))
         for of, stride in (("stride", x.stride(0)), ("token", x.stride(1)))
     }
     verify_prepare_kernel[(hk, batch)](
-        q, k, v, g, beta, A_log, dt_bias, _rotation_signs(n, device) if config.rotate else top,
-        scale=n**-0.5 if scale is None else float(scale),
-        HK=hk, VP=triton.next_power_of_2(values), GW=views.ring_g.shape[3],
-        RAW_GATES=weights is not None, NEGATIVE=negative, L2NORM=l2norm, EPS=NORM_EPS,
-        ROTATE=config.rotate, KIND=kind, num_warps=1, num_stages=1,
-        **common, **steps, **_ring_arguments(views),
+        q, k, g, beta, A_log, dt_bias, _rotation_signs(n, device) if config.rotate else top,
+        scale=n**-0.5 if scale is None else float(scale), HK=hk, KP=padded,
+        GW=views.ring_g.shape[3], RAW_GATES=weights is not None, NEGATIVE=negative, L2NORM=l2norm,
+        EPS=NORM_EPS, ROTATE=config.rotate, MATRIX=matrix, EARLY=start,
+        num_warps=chosen.prepare_warps, num_stages=1, **common, **steps,
+        **_ring_arguments(views, ("ring_k", "ring_g", "ring_beta", "ring_rk")),
     )  # fmt: skip
-    chosen = launch or LAUNCH
-    block = max(16, min(chosen.rows, triton.next_power_of_2(values)))
     copies = ("copy", "copy_scale", "copy_tile")
-    copy = {name + end: planes[name + end] for name in copies for end in ("_ptr", "_stride")}
-    verify_kernel[(triton.cdiv(values, block), hv, batch)](
-        y_ptr=y, ring_v_ptr=views.ring_v, ring_v_stride=views.ring_v.stride(0),
-        y_stride=y.stride(0), y_token=y.stride(1), ROWS=block,
-        num_warps=chosen.warps, num_stages=1, **common, **copy,
-        **{s: sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES", "OUTPUT")},
-    )  # fmt: skip
+    reading = {
+        "ring_v_ptr": views.ring_v, "ring_v_stride": views.ring_v.stride(0),
+        "v_stride": v.stride(0), "v_token": v.stride(1), "y_stride": y.stride(0),
+        "y_token": y.stride(1), "V": values, **common,
+        **{name + end: planes[name + end] for name in copies for end in ("_ptr", "_stride")},
+        **{s: sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES")},
+    }  # fmt: skip
+    block = max(16, min(chosen.rows, triton.next_power_of_2(values)))
+    if matrix:
+        most = block_most(block, config.readout)
+        block = next(r for r in (64, 32, 16) if r <= most and values % r == 0)
+        blocks = divisor_up_to(values // block, chosen.blocks * most // block)
+        verify_matrix_kernel[(batch * hv * values // (block * blocks),)](
+            v, y, ROWS=block, BLOCKS=blocks, AHEAD=bool(chosen.ahead), EARLY=start, num_warps=1,
+            num_stages=1, **reading, **early(start),
+            **register_limit(chosen.registers),
+        )  # fmt: skip
+    else:
+        verify_kernel[(triton.cdiv(values, block), hv, batch)](
+            v, y, ROWS=block, KP=padded, num_warps=chosen.warps, num_stages=1, **reading
+        )
     return y
 
 

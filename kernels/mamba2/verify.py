@@ -13,27 +13,62 @@ import triton
 import triton.language as tl
 
 from ...config import StateConfig
+from ...formats.rotation import block_of
 from ...state.cache import StepRows, VerifyRows
 from ...state.layout import StateViews
 from ..common.activation import softplus
+from ..common.fold import rotate_window, rotation_table
+from ..common.launch import (
+    dependents_may_start,
+    early,
+    register_limit,
+    starts_early,
+    wait_for_previous,
+)
 from ..common.planes import PTX
 from ..common.store import plane_arguments
 from ..common.verify import (
     TOKENS,
     LaunchConfig,
+    aligned,
     check_devices,
     copy_product,
     copy_words,
-    operand_dtype,
-    operand_of,
-    rotation_signs,
+    divisor_up_to,
+    query_scratch,
     row_strided,
     seen_dot,
     sees,
     store_vectors,
+    takes_matrix,
+    window_dot,
     zero_token,
 )
-from ..gdn.prepare import rotate_rows
+from ..common.verify_matrix import (
+    QUERY_WORDS,
+    add_seen,
+    add_tokens,
+    append_tokens,
+    block_count,
+    block_most,
+    block_size,
+    block_start,
+    fetch_codes,
+    fetch_tokens,
+    lane_token,
+    load_pair,
+    load_queries,
+    load_rows,
+    not_finite,
+    odd_sum,
+    own_seen,
+    read_block,
+    seen_words,
+    store_outputs,
+    store_queries,
+    weight_terms,
+    zero_outputs,
+)
 from .flush import flush_rows
 from .triton_ops import decode_step
 from .verify_reference import check_verify
@@ -42,18 +77,28 @@ from .verify_reference import check_verify
 @triton.jit
 def verify_prepare_kernel(
     # inputs [b, T, ...]: a stride from row to row and one from token to token, the rest contiguous
-    dt_ptr, B_ptr, C_ptr, A_ptr, bias_ptr, sign_ptr, ring_dt_ptr, ring_B_ptr,
+    dt_ptr, B_ptr, C_ptr, A_ptr, bias_ptr,
+    rotation_ptr,  # +-1 [NP, NP] (fold.rotation_table)
+    ring_dt_ptr, ring_B_ptr,
     slot_ptr, valid_ptr, flush_ptr, count_ptr, ancestors_ptr,  # [b]; ancestors [b, T]
-    weight_ptr, factor_ptr, c_ptr,  # fp32 [b, H, LP, T], fp32 [b, H, T], operand [b, G, N, T]
+    dots_ptr, head_ptr, c_ptr,  # fp32 [b, G, T, LP + T], [b, H, LP + 3 T], queries of [b, G]
     dt_stride, dt_token, B_stride, B_token, C_stride, C_token, ring_dt_stride, ring_B_stride, width,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, LP: tl.constexpr,
-    HEADS: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ROTATE: tl.constexpr, TREE: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr,
+    PER: tl.constexpr, PERP: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROTATE: tl.constexpr, BLOCK: tl.constexpr, TREE: tl.constexpr, OUTPUT: tl.constexpr,
+    MATRIX: tl.constexpr, NATIVE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """What does not touch the state: weights of the window, factors and queries of the copy.
+    """What does not touch the state, one program a group and row; appends dt and B.
 
-    NATIVE: B and C are of one 16-bit type, whose products are exact in fp32. HEADS heads at a time.
+    With a the log decay from the last committed input to a token (along its path), dots holds
+    B_j . C_t of committed inputs j (zero beyond them), then of the step's own; head holds
+    e^(a_0 - a_j) dt_j of committed inputs, then a_t, dt_t and e^(a_t) times the whole decay before
+    and the largest magnitude of C_t, by which the query is divided. PER = H / G heads, PERP padded.
+    NATIVE: B and C are of one 16-bit type, whose products are exact in fp32. BLOCK: size of the
+    rotation's blocks. EARLY: programs of the next launch may start.
     """
+    if EARLY:
+        dependents_may_start()
     i_g, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slot_ptr + i_b).to(tl.int64)
     count = tl.load(count_ptr + i_b)
@@ -61,74 +106,89 @@ def verify_prepare_kernel(
         return
     base = tl.where(tl.load(flush_ptr + i_b).to(tl.int32) != 0, 0, tl.load(valid_ptr + i_b))
     entry, n, t = tl.arange(0, LP), tl.arange(0, NP), tl.arange(0, TOKENS)
-    new = entry - base
-    own = (new >= 0) & (new < count)
+    wide = tl.arange(0, 16)  # of a product's rows there are at least as many
     n_ok = (n < N)[None, :]
-    ring = ring_B_ptr + slot * ring_B_stride + i_g * N + entry[:, None] * (G * N) + n[None, :]
-    past = tl.load(ring, mask=(entry < base)[:, None] & n_ok, other=0.0)
-    B = tl.load(
-        B_ptr + i_b * B_stride + new[:, None] * B_token + i_g * N + n[None, :],
-        mask=own[:, None] & n_ok,
-        other=0.0,
-    ).to(ring_B_ptr.dtype.element_ty)
-    tl.store(ring, B, mask=own[:, None] & n_ok)
-    B = tl.where(own[:, None], B, past)
+    group = i_b * G + i_g
+    ring = ring_B_ptr + slot * ring_B_stride + i_g * N + n[None, :]
+    past = tl.load(ring + entry[:, None] * (G * N), mask=(entry < base)[:, None] & n_ok, other=0.0)
+    own_ok = (wide < count)[:, None] & n_ok
+    own = tl.load(
+        B_ptr + i_b * B_stride + wide[:, None] * B_token + i_g * N + n[None, :],
+        mask=own_ok, other=0.0,
+    ).to(ring_B_ptr.dtype.element_ty)  # fmt: skip
+    C_in = C_ptr + i_b * C_stride + i_g * N
     C = tl.load(
-        C_ptr + i_b * C_stride + t[:, None] * C_token + i_g * N + n[None, :],
-        mask=(t < count)[:, None] & n_ok,
-        other=0.0,
+        C_in + t[:, None] * C_token + n[None, :], mask=(t < count)[:, None] & n_ok, other=0.0
     )
-    if NATIVE:
-        dots = tl.dot(B, tl.trans(C))
-    else:
-        dots = tl.dot(B.to(tl.float32), tl.trans(C.to(tl.float32)), input_precision="tf32x3")
-    C = C.to(tl.float32)
-    if ROTATE:
-        C = rotate_rows(C, sign_ptr, TOKENS, N, NP)
-    top = store_vectors(c_ptr + (i_b * G + i_g) * (N * TOKENS), C, True, KIND, N, NP)
+    head = tl.arange(0, PERP)
+    head_ok = (head < PER)[:, None]
+    head = i_g * PER + head[:, None]
+    ring_dt = ring_dt_ptr + slot * ring_dt_stride + head
+    dt = tl.load(ring_dt + entry[None, :] * H, mask=(entry < base)[None, :] & head_ok, other=0.0)
+    later = tl.load(
+        ring_dt + (entry + 1)[None, :] * H, mask=(entry + 1 < base)[None, :] & head_ok, other=0.0
+    )
+    t_ok = (t < count)[None, :] & head_ok
+    now = tl.load(dt_ptr + i_b * dt_stride + t[None, :] * dt_token + head, mask=t_ok, other=0.0)
+    now = now.to(tl.float32)
+    if HAS_BIAS:
+        now += tl.load(bias_ptr + head, mask=head_ok, other=0.0).to(tl.float32)
+    if SOFTPLUS:
+        now = softplus(now)
+    now = tl.where(t_ok, now, 0.0)
+    rate = tl.load(A_ptr + head, mask=head_ok, other=0.0).to(tl.float32)
+    tl.store(ring + (base + wide)[:, None] * (G * N), own, mask=own_ok)
+    tl.store(ring_dt + (base + t)[None, :] * H, now, mask=t_ok)
 
-    seen, paths = sees(entry, base, count, ancestors_ptr + i_b * width, TREE)
-    PER: tl.constexpr = H // G
-    for first in range(0, PER, HEADS):
-        head = i_g * PER + first + tl.arange(0, HEADS)[:, None]
-        rate = tl.load(A_ptr + head).to(tl.float32)
-        dt_in = dt_ptr + i_b * dt_stride + head
-        fresh = tl.load(dt_in + t[None, :] * dt_token, mask=(t < count)[None, :], other=0.0)
-        again = tl.load(dt_in + new[None, :] * dt_token, mask=own[None, :], other=0.0)
-        fresh, again = fresh.to(tl.float32), again.to(tl.float32)
-        if HAS_BIAS:
-            bias = tl.load(bias_ptr + head).to(tl.float32)
-            fresh += bias
-            again += bias
-        if SOFTPLUS:
-            fresh = softplus(fresh)
-            again = softplus(again)
-        ring_dt = ring_dt_ptr + slot * ring_dt_stride + head
-        dt = tl.load(ring_dt + entry[None, :] * H, mask=(entry < base)[None, :], other=0.0)
-        dt = tl.where(own[None, :], again, dt)
-        tl.store(ring_dt + (base + t)[None, :] * H, fresh, mask=(t < count)[None, :])
-        # log decays in fp64: differences of long sums lose nothing
-        fresh = tl.where((t < count)[None, :], fresh * rate, 0.0).to(tl.float64)
-        decay = (dt * rate).to(tl.float64)
-        total = tl.sum(tl.where((entry < base)[None, :], decay, 0.0), 1, keep_dims=True)
-        if TREE:
-            path = total + tl.sum(tl.where(paths[None, :, :], fresh[:, :, None], 0.0), 1)
-            mine = (new[:, None] == t[None, :])[None, :, :]
-            of_own = tl.sum(tl.where(mine, path[:, None, :], 0.0), 2)
-            until = tl.cumsum(tl.where((entry < base)[None, :], decay, 0.0), 1)
-            until = tl.where(own[None, :], of_own, until)
-        else:  # up to and with each token, and each entry
-            path = total + tl.cumsum(fresh, 1)
-            until = tl.cumsum(decay, 1)
-        gap = tl.where(seen[None, :, :], path[:, None, :] - until[:, :, None], 0.0).to(tl.float32)
-        weight = tl.exp(gap) * dt[:, :, None] * dots[None, :, :]
-        at = (i_b * H + head) * LP + entry[None, :]
-        tl.store(
-            weight_ptr + at[:, :, None] * TOKENS + t[None, None, :],
-            tl.where(seen[None, :, :], weight, 0.0),
-        )
-        factor = tl.exp(path.to(tl.float32)) * top[None, :]
-        tl.store(factor_ptr + (i_b * H + head) * TOKENS + t[None, :], factor)
+    if NATIVE:
+        dots = tl.dot(past, tl.trans(C))
+        dots_own = tl.dot(own, tl.trans(C))
+    else:
+        turned = tl.trans(C.to(tl.float32))
+        dots = tl.dot(past.to(tl.float32), turned, input_precision="tf32x3")
+        dots_own = tl.dot(own.to(tl.float32), turned, input_precision="tf32x3")
+    out = dots_ptr + (group * TOKENS + t[None, :]) * (LP + TOKENS)
+    tl.store(out + entry[:, None], dots)
+    tl.store(out + LP + wide[:, None], dots_own, mask=(wide < TOKENS)[:, None])
+
+    # sums of what comes after an input, none a difference: no exponent is positive
+    after = tl.exp(tl.cumsum(later * rate, 1, reverse=True)) * dt
+    decay = now * rate
+    if TREE:
+        _, paths = sees(t, 0, count, ancestors_ptr + i_b * width, TREE)
+        path = tl.sum(tl.where(paths[None, :, :], decay[:, :, None], 0.0), 1)
+    else:
+        path = tl.cumsum(decay, 1)
+    out = head_ptr + (i_b * H + head) * (LP + 3 * TOKENS)
+    tl.store(out + entry[None, :], after, mask=head_ok)
+    tl.store(out + LP + t[None, :], path, mask=head_ok)
+    tl.store(out + LP + TOKENS + t[None, :], now, mask=head_ok)
+
+    M: tl.constexpr = 16 if ROTATE else TOKENS
+    token = tl.arange(0, M)
+    c_ok = (token < count)[:, None]
+    if MATRIX:
+        half = tl.arange(0, 64)[None, :]
+        if ROTATE:
+            C = tl.load(C_in + token[:, None] * C_token + n[None, :], mask=c_ok, other=0.0)
+            low = rotate_window(C, rotation_ptr, NP, 64) * (BLOCK**-0.5)
+            high = rotate_window(C, rotation_ptr + 64, NP, 64) * (BLOCK**-0.5)
+        else:
+            low = tl.load(C_in + token[:, None] * C_token + half, mask=c_ok, other=0.0)
+            high = tl.load(C_in + token[:, None] * C_token + 64 + half, mask=c_ok, other=0.0)
+            low, high = low.to(tl.float32), high.to(tl.float32)
+        top = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
+        inverse = 1.0 / tl.where(top > 0, top, 1.0)[:, None]
+        c = c_ptr + group * QUERY_WORDS
+        store_queries(c, low * inverse, high * inverse, token < TOKENS, OUTPUT)
+    else:
+        C = tl.load(C_in + token[:, None] * C_token + n[None, :], mask=c_ok & n_ok, other=0.0)
+        if ROTATE:
+            C = rotate_window(C, rotation_ptr, NP, NP) * (BLOCK**-0.5)
+        top = store_vectors(c_ptr + group * (N * TOKENS), C.to(tl.float32), OUTPUT, N, NP)
+    top_of = tl.where(t[:, None] == token[None, :], top[None, :], 0.0)  # to a row of tokens
+    factor = tl.exp(path + tl.sum(dt * rate, 1, keep_dims=True)) * tl.sum(top_of, 1)[None, :]
+    tl.store(out + LP + 2 * TOKENS + t[None, :], factor, mask=head_ok)
 
 
 @triton.jit
@@ -136,7 +196,7 @@ def verify_kernel(
     x_ptr, z_ptr, y_ptr, D_ptr,  # [b, T, H, P], strides as above; D [H] or [H, P]
     slot_ptr, valid_ptr, flush_ptr, count_ptr, ancestors_ptr, ring_x_ptr,
     copy_ptr, copy_scale_ptr, copy_tile_ptr,
-    weight_ptr, factor_ptr, c_ptr,  # see verify_prepare_kernel
+    dots_ptr, head_ptr, c_ptr,  # see verify_prepare_kernel
     x_stride, x_token, z_stride, z_token, y_stride, y_token,
     ring_x_stride, copy_stride, copy_scale_stride, copy_tile_stride, width,
     H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
@@ -161,13 +221,22 @@ def verify_kernel(
     scale = copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD
     tile = copy_tile_ptr + slot * copy_tile_stride + i_h * TILES
     words = copy_words(copy, row, row < R, N, OUTPUT)  # under way before all else
-    entry = tl.arange(0, LP)
-    new = entry - base
-    own = (new >= 0) & (new < count)
-    of = i_b * H + i_h
-    weight = tl.load(weight_ptr + of * (LP * TOKENS) + entry[:, None] * TOKENS + t[None, :])
-    factor = tl.load(factor_ptr + of * TOKENS + t)
-    c = c_ptr + (i_b * G + i_h // (H // G)) * (N * TOKENS)
+    entry, own = tl.arange(0, LP), tl.arange(0, 16)
+    group = i_b * G + i_h // (H // G)
+    of = head_ptr + (i_b * H + i_h) * (LP + 3 * TOKENS)
+    dots = dots_ptr + (group * TOKENS + t[None, :]) * (LP + TOKENS)
+    path = tl.load(of + LP + t)
+    factor = tl.load(of + LP + 2 * TOKENS + t)
+    weight = tl.load(of + entry)[:, None] * tl.load(dots + entry[:, None])
+    weight *= tl.exp(path)[None, :]
+    in_step = own < count
+    seen, _ = sees(own, 0, count, ancestors_ptr + i_b * width, TREE)
+    path_own = tl.load(of + LP + own, mask=in_step, other=0.0)
+    dt_own = tl.load(of + LP + TOKENS + own, mask=in_step, other=0.0)
+    dots_own = tl.load(dots + LP + own[:, None], mask=in_step[:, None], other=0.0)
+    gap = tl.where(seen, path[None, :] - path_own[:, None], 0.0)
+    weight_own = tl.where(seen, tl.exp(gap) * dt_own[:, None] * dots_own, 0.0)
+    c = c_ptr + group * (N * TOKENS)
     for start in range(0, R, ROWS):
         at = start + row
         ok = at < R
@@ -175,37 +244,240 @@ def verify_kernel(
             words = copy_words(copy, at, ok, N, OUTPUT)
         ring_x = ring_x_ptr + slot * ring_x_stride + i_h * R + at[:, None]
         x_in = x_ptr + i_b * x_stride + i_h * R + at[:, None]
-        old_ok = ok[:, None] & (entry < base)[None, :]
-        x = tl.load(ring_x + entry[None, :] * (H * R), mask=old_ok, other=0.0)
-        x_new = tl.load(
-            x_in + new[None, :] * x_token, mask=ok[:, None] & own[None, :], other=0.0
-        ).to(ring_x_ptr.dtype.element_ty)
-        x = tl.where(own[None, :], x_new, x)
-        now_ok = ok[:, None] & (t < count)[None, :]
-        now = tl.load(x_in + t[None, :] * x_token, mask=now_ok, other=0.0)
+        past_ok = ok[:, None] & (entry < base)[None, :]
+        past = tl.load(ring_x + entry[None, :] * (H * R), mask=past_ok, other=0.0)
+        own_ok = ok[:, None] & in_step[None, :]
+        now = tl.load(x_in + own[None, :] * x_token, mask=own_ok, other=0.0)
         now = now.to(ring_x_ptr.dtype.element_ty)
-        tl.store(ring_x + (base + t)[None, :] * (H * R), now, mask=now_ok)
+        tl.store(ring_x + (base + own)[None, :] * (H * R), now, mask=own_ok)
         read = copy_product(words, copy, scale, tile, c, at, ok, N, NP, OUTPUT)
-        out = read * factor[None, :] + seen_dot(
-            x, now, weight, base, count, ancestors_ptr + i_b * width, TREE
-        )
-        if D_ROWS == 1:
-            out += tl.load(D_ptr + i_h).to(tl.float32) * now.to(tl.float32)
-        elif D_ROWS == 2:
-            skip = tl.load(D_ptr + i_h * R + at, mask=ok, other=0.0).to(tl.float32)
-            out += skip[:, None] * now.to(tl.float32)
+        out = read * factor[None, :] + window_dot(past, weight)
+        out += seen_dot(now, weight_own, seen)
+        if D_ROWS > 0:
+            x = tl.load(x_in + t[None, :] * x_token, mask=ok[:, None] & (t < count)[None, :])
+            x = x.to(ring_x_ptr.dtype.element_ty).to(tl.float32)
+            if D_ROWS == 1:
+                out += tl.load(D_ptr + i_h).to(tl.float32) * x
+            else:
+                D = tl.load(D_ptr + i_h * R + at, mask=ok, other=0.0).to(tl.float32)
+                out += D[:, None] * x
         if HAS_Z:
             z = z_ptr + i_b * z_stride + i_h * R + at[:, None] + t[None, :] * z_token
-            z = tl.load(z, mask=now_ok, other=0.0).to(tl.float32)
+            z = tl.load(z, mask=ok[:, None] & (t < count)[None, :], other=0.0).to(tl.float32)
             out *= z / (1.0 + tl.exp(-z))
         out = tl.where((t < count)[None, :], out, 0.0)
         tl.store(y + start, out.to(y_ptr.dtype.element_ty), mask=ok[:, None] & (t < width)[None, :])
 
 
-LAUNCH = LaunchConfig(rows=64, warps=2)
-"""The launch whose results were checked on an H200 (triton 3.6.0, Super geometry, commit 1ff25ad).
-There a step of 5 tokens at batch 256 without a flush took 344 us with nvfp4 and 287 us with P4+8;
-one warp took 293 us and 295 us, its results unchecked."""
+@triton.jit
+def _own_weights(
+    dots, of, D, count, masks_ptr, LP: tl.constexpr, HAS_D: tl.constexpr, TREE: tl.constexpr
+):  # fmt: skip
+    """Weights of the step's tokens, for ``add_tokens``; ``of`` at the head, D its skip weight."""
+    g, q = lane_token()
+    token = g + q * 0
+    path = tl.load(of + LP + token)
+    out = ()
+    for i in tl.static_range(2):
+        e = i * 4 + q + g * 0
+        w = tl.load(dots + token * (LP + TOKENS) + LP + e) * tl.load(of + LP + TOKENS + e)
+        gap = path - tl.load(of + LP + e)
+        seen = own_seen(e, token, count, masks_ptr, TREE)
+        w = tl.where(seen, tl.exp(tl.where(seen, gap, 0.0)) * w, 0.0)
+        if HAS_D:
+            w += tl.where((e == token) & seen, D, 0.0)
+        out = out + (w,)
+    return weight_terms(out[0], out[1])
+
+
+@triton.jit
+def _past_weights(dots, of, first: tl.constexpr, LP: tl.constexpr):
+    """Weights of committed inputs first .. first + 15, for ``add_tokens``."""
+    g, q = lane_token()
+    token = g + q * 0
+    decay = tl.exp(tl.load(of + LP + token))
+    out = ()
+    for i in tl.static_range(4):
+        e = first + i * 4 + q + g * 0
+        out = out + (tl.load(dots + token * (LP + TOKENS) + e) * tl.load(of + e) * decay,)
+    high, low = weight_terms(out[0], out[1])
+    high_next, low_next = weight_terms(out[2], out[3])
+    return high, high_next, low, low_next
+
+
+@triton.jit
+def _fetch(
+    code, scale, tile, ring, x, k: tl.constexpr, base, count, x_token,
+    H: tl.constexpr, R: tl.constexpr, MOST: tl.constexpr, COPY_HEAD: tl.constexpr,
+    COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr, OUTPUT: tl.constexpr,
+):  # fmt: skip
+    """Everything of block k that waits for nothing: codes, scales, committed and new inputs."""
+    BLOCKS: tl.constexpr = block_count(R, MOST)
+    HEAD: tl.constexpr = k // BLOCKS
+    ROWS: tl.constexpr = block_size(k % BLOCKS, R, MOST)
+    START: tl.constexpr = block_start(k % BLOCKS, R, MOST)
+    codes, scales = fetch_codes(
+        code + HEAD * COPY_HEAD, scale + HEAD * COPY_SCALE_HEAD, tile + HEAD * TILES,
+        START, ROWS, OUTPUT,
+    )  # fmt: skip
+    AT: tl.constexpr = HEAD * R + START
+    past = fetch_tokens(ring, H * R, AT, 0, base, ROWS, 16)
+    now = fetch_tokens(x, x_token, AT, 0, count, ROWS, TOKENS)
+    return codes, scales, past, now
+
+
+@triton.jit
+def _verify_block(
+    FIRST: tl.constexpr, k: tl.constexpr,
+    codes, scales, past, now, c, even, odd, w_past, w_now,
+    x, z, y, D_ptr, ring, masks, dots, of, first, base, count, width, x_token, z_token, y_token,
+    H: tl.constexpr, R: tl.constexpr, LP: tl.constexpr, MOST: tl.constexpr,
+    OUTPUT: tl.constexpr, D_ROWS: tl.constexpr, HAS_Z: tl.constexpr, TREE: tl.constexpr,
+):  # fmt: skip
+    """y of block k, from what ``_fetch`` loaded; returns ``odd_sum`` of it."""
+    BLOCKS: tl.constexpr = block_count(R, MOST)
+    HEAD: tl.constexpr = k // BLOCKS
+    ROWS: tl.constexpr = block_size(k % BLOCKS, R, MOST)
+    AT: tl.constexpr = HEAD * R + block_start(k % BLOCKS, R, MOST)
+    y0, y1 = read_block(codes, scales, c, even[HEAD], odd[HEAD], ROWS, OUTPUT)
+    y0, y1 = add_tokens(y0, y1, past, w_past[HEAD], ROWS)
+    for more in tl.static_range(1, LP // 16):
+        if base > more * 16:
+            rest = fetch_tokens(ring, H * R, AT, more * 16, base, ROWS, 16)
+            weights = _past_weights(dots, of + HEAD * (LP + 3 * TOKENS), more * 16, LP)
+            y0, y1 = add_tokens(y0, y1, rest, weights, ROWS)
+    if FIRST:
+        y0, y1 = add_tokens(y0, y1, now, w_now[HEAD], ROWS)
+        append_tokens(ring, H * R, AT, base, count, now, ROWS, TOKENS)
+    else:
+        seen = seen_words(count, masks, TREE)
+        y0, y1 = add_seen(y0, y1, now, w_now[HEAD], seen, count, ROWS)
+    if D_ROWS == 2:
+        skip = load_rows(D_ptr + first * R, AT, ROWS)
+        x0, x1 = load_pair(x, x_token, AT, count, ROWS)
+        y0 += skip * x0
+        y1 += skip * x1
+    if HAS_Z:
+        z0, z1 = load_pair(z, z_token, AT, count, ROWS)
+        y0 *= z0 / (1.0 + tl.exp(-z0))
+        y1 *= z1 / (1.0 + tl.exp(-z1))
+    store_outputs(y, y_token, AT, y0, y1, width, ROWS)
+    return odd_sum(y0, y1)
+
+
+@triton.jit
+def _verify_unit(
+    FIRST: tl.constexpr,
+    x, z, y, D_ptr, ring, masks, code, scale, tile, dots, of, c_ptr,
+    first, base, count, width, x_token, z_token, y_token,
+    H: tl.constexpr, R: tl.constexpr, LP: tl.constexpr, HEADS: tl.constexpr, MOST: tl.constexpr,
+    COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
+    OUTPUT: tl.constexpr, D_ROWS: tl.constexpr, HAS_Z: tl.constexpr, TREE: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """y of HEADS heads from ``first`` on, where the pointers are; x joins the ring if FIRST.
+
+    Returns whether something was not finite; if so, without FIRST the result is right.
+    """
+    BLOCKS: tl.constexpr = HEADS * block_count(R, MOST)
+    codes, scales, past, now = _fetch(
+        code, scale, tile, ring, x, 0, base, count, x_token, H, R, MOST,
+        COPY_HEAD, COPY_SCALE_HEAD, TILES, OUTPUT,
+    )  # fmt: skip
+    if EARLY:
+        wait_for_previous()
+    c = load_queries(c_ptr)
+    even_token = tl.arange(0, 32) % 4 * 2
+    w_past = ()
+    w_now = ()
+    even = ()
+    odd = ()
+    for h in tl.static_range(HEADS):
+        mine = of + h * (LP + 3 * TOKENS)
+        factor = mine + LP + 2 * TOKENS + even_token
+        even = even + (tl.load(factor),)
+        odd = odd + (tl.load(factor + 1),)
+        D = tl.load(D_ptr + first + h).to(tl.float32) if D_ROWS == 1 else 0.0
+        w_past = w_past + (_past_weights(dots, mine, 0, LP),)
+        w_now = w_now + (_own_weights(dots, mine, D, count, masks, LP, D_ROWS == 1, TREE),)
+    strange = tl.zeros([8, 4], tl.float32)
+    for k in tl.static_range(BLOCKS):
+        if k > 0 and not AHEAD:
+            codes, scales, past, now = _fetch(
+                code, scale, tile, ring, x, k, base, count, x_token, H, R, MOST,
+                COPY_HEAD, COPY_SCALE_HEAD, TILES, OUTPUT,
+            )  # fmt: skip
+        if AHEAD and k + 1 < BLOCKS:  # the next block is on its way meanwhile
+            codes_next, scales_next, past_next, now_next = _fetch(
+                code, scale, tile, ring, x, k + 1, base, count, x_token, H, R, MOST,
+                COPY_HEAD, COPY_SCALE_HEAD, TILES, OUTPUT,
+            )  # fmt: skip
+        strange += _verify_block(
+            FIRST, k, codes, scales, past, now, c, even, odd, w_past, w_now,
+            x, z, y, D_ptr, ring, masks, dots, of, first, base, count, width,
+            x_token, z_token, y_token, H, R, LP, MOST, OUTPUT, D_ROWS, HAS_Z, TREE,
+        )  # fmt: skip
+        if AHEAD and k + 1 < BLOCKS:
+            codes, scales, past, now = codes_next, scales_next, past_next, now_next
+    return not_finite(strange)
+
+
+@triton.jit
+def verify_matrix_kernel(
+    x_ptr, z_ptr, y_ptr, D_ptr,  # as verify_kernel
+    slot_ptr, valid_ptr, flush_ptr, count_ptr, ancestors_ptr, ring_x_ptr,
+    copy_ptr, copy_scale_ptr, copy_tile_ptr,
+    dots_ptr, head_ptr, c_ptr,
+    x_stride, x_token, z_stride, z_token, y_stride, y_token,
+    ring_x_stride, copy_stride, copy_scale_stride, copy_tile_stride, width,
+    H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, LP: tl.constexpr,
+    HEADS: tl.constexpr, MOST: tl.constexpr,
+    COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
+    OUTPUT: tl.constexpr, D_ROWS: tl.constexpr, HAS_Z: tl.constexpr, TREE: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of one group of one row, MOST rows at a time; D_ROWS as in ``verify_kernel``.
+
+    Where something is not finite the work is done again, with an eye to which token sees it. AHEAD:
+    a block is loaded while the one before is worked on. EARLY: the launch before may still run.
+    """
+    unit = tl.program_id(0)
+    PARTS: tl.constexpr = H // HEADS
+    first, i_b = unit % PARTS * HEADS, (unit // PARTS).to(tl.int64)
+    slot = tl.load(slot_ptr + i_b).to(tl.int64)
+    count = tl.load(count_ptr + i_b)
+    base = tl.where(tl.load(flush_ptr + i_b).to(tl.int32) != 0, 0, tl.load(valid_ptr + i_b))
+    x = x_ptr + i_b * x_stride + first * R
+    y = y_ptr + i_b * y_stride + first * R
+    z = z_ptr + i_b * z_stride + first * R
+    ring = ring_x_ptr + slot * ring_x_stride + first * R
+    code = copy_ptr + slot * copy_stride + first * COPY_HEAD
+    scale = copy_scale_ptr + slot * copy_scale_stride + first * COPY_SCALE_HEAD
+    tile = copy_tile_ptr + slot * copy_tile_stride + first * TILES
+    masks = ancestors_ptr + i_b * width
+    group = i_b * G + first // (H // G)
+    dots = dots_ptr + group * ((LP + TOKENS) * TOKENS)
+    of = head_ptr + (i_b * H + first) * (LP + 3 * TOKENS)
+    c = c_ptr + group * QUERY_WORDS
+    if (slot < 0) | (count <= 0):
+        if EARLY:
+            wait_for_previous()
+        zero_outputs(y, y_token, width, HEADS * R)
+    else:
+        strange = _verify_unit(
+            True, x, z, y, D_ptr, ring, masks, code, scale, tile, dots, of, c,
+            first, base, count, width, x_token, z_token, y_token, H, R, LP, HEADS, MOST,
+            COPY_HEAD, COPY_SCALE_HEAD, TILES, OUTPUT, D_ROWS, HAS_Z, TREE, AHEAD, EARLY,
+        )  # fmt: skip
+        if strange:
+            _verify_unit(
+                False, x, z, y, D_ptr, ring, masks, code, scale, tile, dots, of, c,
+                first, base, count, width, x_token, z_token, y_token, H, R, LP, HEADS, MOST,
+                COPY_HEAD, COPY_SCALE_HEAD, TILES, OUTPUT, D_ROWS, HAS_Z, TREE, False, False,
+            )  # fmt: skip
+
+
+LAUNCH = LaunchConfig()
 
 
 def fold_committed(
@@ -287,44 +559,56 @@ def verify_step(
     z = None if z is None else row_strided("z", z)
     assert views.ring_x is not None and views.ring_dt is not None and views.ring_B is not None
     groups, n = B.shape[2:]
-    padded, lp = triton.next_power_of_2(n), max(16, triton.next_power_of_2(views.ring_x.shape[1]))
+    per_group = heads // groups
     planes, sizes = plane_arguments(views, config)
-    kind = operand_of(sizes["OUTPUT"])
-    queries = (batch, groups, n, TOKENS.value)
-    made = {
-        "weight_ptr": torch.empty(batch, heads, lp, TOKENS.value, device=device),
-        "factor_ptr": torch.empty(batch, heads, TOKENS.value, device=device),
-        "c_ptr": torch.empty(*queries, dtype=operand_dtype(kind), device=device),
-    }
+    output, chosen = sizes["OUTPUT"], launch or LAUNCH
+    lp = max(16, triton.next_power_of_2(views.ring_x.shape[1]))
+    matrix = takes_matrix(views, output, p, n, x) and aligned(y, z) and y.dtype == x.dtype
+    matrix = matrix and (z is None or z.dtype == x.dtype)
+    start = matrix and starts_early(device)
     common = {
         "slot_ptr": rows.slots, "valid_ptr": rows.valid, "flush_ptr": rows.flush,
         "count_ptr": rows.count,
         "ancestors_ptr": rows.count if rows.ancestors is None else rows.ancestors,
-        "width": width, "H": heads, "G": groups, "N": n, "NP": max(16, padded), "LP": lp,
-        "TREE": rows.ancestors is not None, **made,
+        "dots_ptr": torch.empty(batch, groups, TOKENS.value, lp + TOKENS.value, device=device),
+        "head_ptr": torch.empty(batch, heads, lp + 3 * TOKENS.value, device=device),
+        "c_ptr": query_scratch(batch, groups, n, output, matrix, device),
+        "width": width, "H": heads, "G": groups, "LP": lp, "OUTPUT": output,
+        "TREE": rows.ancestors is not None,
     }  # fmt: skip
+    shape = {"N": n, "NP": max(16, triton.next_power_of_2(n))}
     verify_prepare_kernel[(groups, batch)](
         dt, B, C, A, A if dt_bias is None else dt_bias,
-        rotation_signs(n, device) if config.rotate else A, views.ring_dt, views.ring_B,
+        rotation_table(n, device) if config.rotate else A, views.ring_dt, views.ring_B,
         dt_stride=dt.stride(0), dt_token=dt.stride(1), B_stride=B.stride(0), B_token=B.stride(1),
         C_stride=C.stride(0), C_token=C.stride(1),
         ring_dt_stride=views.ring_dt.stride(0), ring_B_stride=views.ring_B.stride(0),
-        HEADS=2 if heads // groups % 2 == 0 else 1,
-        SOFTPLUS=dt_softplus, HAS_BIAS=dt_bias is not None, ROTATE=config.rotate, KIND=kind,
+        PER=per_group, PERP=triton.next_power_of_2(per_group),
+        SOFTPLUS=dt_softplus, HAS_BIAS=dt_bias is not None, ROTATE=config.rotate,
+        BLOCK=block_of(n), MATRIX=matrix, EARLY=start,
         NATIVE=PTX.value and C.dtype == views.ring_B.dtype and C.dtype.itemsize == 2,
-        num_warps=1, num_stages=1, **common,
+        num_warps=chosen.prepare_warps, num_stages=1, **shape, **common,
     )  # fmt: skip
-    chosen = launch or LAUNCH
-    block = max(16, min(chosen.rows, triton.next_power_of_2(p)))
     names = ("copy", "copy_scale", "copy_tile")
     copy = {name + end: planes[name + end] for name in names for end in ("_ptr", "_stride")}
-    verify_kernel[(heads, batch)](
-        x, x if z is None else z, y, A if D is None else D,
-        ring_x_ptr=views.ring_x, x_stride=x.stride(0), x_token=x.stride(1),
-        z_stride=0 if z is None else z.stride(0), z_token=0 if z is None else z.stride(1),
-        y_stride=y.stride(0), y_token=y.stride(1), ring_x_stride=views.ring_x.stride(0),
-        R=p, ROWS=block, D_ROWS=0 if D is None else D.ndim, HAS_Z=z is not None,
-        num_warps=chosen.warps, num_stages=1, **common, **copy,
-        **{s: sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES", "OUTPUT")},
-    )  # fmt: skip
+    reading = {
+        "ring_x_ptr": views.ring_x, "x_stride": x.stride(0), "x_token": x.stride(1),
+        "z_stride": 0 if z is None else z.stride(0), "z_token": 0 if z is None else z.stride(1),
+        "y_stride": y.stride(0), "y_token": y.stride(1), "ring_x_stride": views.ring_x.stride(0),
+        "R": p, "D_ROWS": 0 if D is None else D.ndim, "HAS_Z": z is not None,
+        **{s: sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES")}, **copy, **common,
+    }  # fmt: skip
+    args = (x, x if z is None else z, y, A if D is None else D)
+    block = max(16, min(chosen.rows, triton.next_power_of_2(p)))
+    if matrix:
+        count = divisor_up_to(per_group, chosen.heads)
+        verify_matrix_kernel[(batch * heads // count,)](
+            *args, HEADS=count, MOST=block_most(block, config.readout), AHEAD=bool(chosen.ahead),
+            EARLY=start, num_warps=1, num_stages=1, **reading, **early(start),
+            **register_limit(chosen.registers),
+        )  # fmt: skip
+    else:
+        verify_kernel[(heads, batch)](
+            *args, ROWS=block, num_warps=chosen.warps, num_stages=1, **shape, **reading
+        )
     return y
