@@ -146,46 +146,29 @@ def store_operand(c_ptr, x, inverse_top, ok, OUTPUT: tl.constexpr):
     ELEM: tl.constexpr = OUTPUT[0]
     ROWS: tl.constexpr = x.shape[0]
     x = x * inverse_top
-    q = tl.arange(0, 4)[None, None, :, None]
-    j = tl.arange(0, 4)[None, None, None, :]
-    s = tl.arange(0, 2)[None, :, None, None]
-    base = tl.reshape(c_ptr, [ROWS, 1, 1, 1])
-    mask = tl.reshape(ok, [ROWS, 1, 1, 1])
+    n = tl.arange(0, 128)[None, :]
+    plane, q, j = n // 16, n % 16 // 4, n % 4
     if ELEM == "e4m3":
+        s, u, v = plane // 4, plane // 2 % 2, plane % 2
+        at = c_ptr.to(tl.pointer_type(tl.float16)) + ((s * 4 + j) * 8 + u * 4 + q) * 2 + v
         high = x.to(tl.float16)
-        low = (x - high.to(tl.float32)).to(tl.float16)
-        upper = tl.arange(0, 2)[None, None, :, None] * 16
-        at = base + ((s * 4 + j) * 2) * 4 + q
-        for column in tl.static_range(2):
-            half = high if column == 0 else low
-            bits = half.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-            bits = tl.reshape(bits, [ROWS, 4, 2, 16])  # plane pair (h, u), v, word
-            pair = tl.sum(bits << upper, 2)
-            pair = tl.reshape(pair, [ROWS, 2, 2, 16])
-            first, second = tl.split(tl.permute(pair, [0, 1, 3, 2]))
-            first = tl.reshape(first, [ROWS, 2, 4, 4])
-            second = tl.reshape(second, [ROWS, 2, 4, 4])
-            tl.store(at + column * 64, first, mask=mask)
-            tl.store(at + column * 64 + 4, second, mask=mask)
+        tl.store(at, high, mask=ok)
+        tl.store(at + 128, (x - high.to(tl.float32)).to(tl.float16), mask=ok)
     else:
         DIGITS: tl.constexpr = 3 if ELEM == "int8" else 2
         TOP: tl.constexpr = TOP3 if ELEM == "int8" else TOP2
         fixed = tl.floor(x * TOP + 0.5).to(tl.int32)
+        if ELEM == "int4":  # a word's bytes: planes s, s + 2, s + 4, s + 6
+            s, u = plane % 2, plane // 2
+        else:  # planes 4 s .. 4 s + 3
+            s, u = plane // 4, plane % 4
+        at = c_ptr.to(tl.pointer_type(tl.int8)) + ((j * 2 + s) * 4 + q) * 4 + u
         rest = fixed
         for d in tl.static_range(DIGITS):  # from the lowest; the uppermost takes all that is left
             upper = (rest + 64) >> 7 if d + 1 < DIGITS else rest * 0
-            digit = (rest - (upper << 7)) & 0xFF
+            digit = rest - (upper << 7)
             rest = upper
-            if ELEM == "int4":  # a word's bytes: planes s, s + 2, s + 4, s + 6
-                byte = tl.reshape(digit, [ROWS, 4, 2, 16])
-                shift = tl.arange(0, 4)[None, :, None, None] * 8
-                word = tl.sum(byte << shift, 1)
-            else:  # planes 4 s .. 4 s + 3
-                byte = tl.reshape(digit, [ROWS, 2, 4, 16])
-                shift = tl.arange(0, 4)[None, None, :, None] * 8
-                word = tl.sum(byte << shift, 2)
-            word = tl.reshape(word, [ROWS, 2, 4, 4])
-            tl.store(base + (DIGITS - 1 - d) * 32 + (j * 2 + s) * 4 + q, word, mask=mask)
+            tl.store(at + (DIGITS - 1 - d) * 128, digit.to(tl.int8), mask=ok)
         if ELEM == "e2m1":  # twice the magnitudes of the codes 0..7, a byte each
             lane = tl.arange(0, 32)[None, :]
             tl.store(c_ptr + 64 + lane, tl.full([ROWS, 32], 0x03020100, tl.int32), mask=ok)
@@ -234,26 +217,30 @@ def _sum_asm(rep):
     """Sums of ``rep`` values over four lanes; lane q keeps those from q rep / 4 on, the rest is 0.
 
     Each lane passes on the half that it does not keep: three quarters of the shuffles of a plain
-    sum are saved.
+    sum are saved. Of two values lanes 0 and 1 have the first sum, 2 and 3 the second. The order of
+    additions is the same for any ``rep``.
     """
     out = ["{ .reg .pred p, r; .reg .b32 l, b; .reg .f32 s, t, k<8>; mov.u32 l, %laneid;"]
     out.append("and.b32 b, l, 2; setp.ne.u32 p, b, 0; and.b32 b, l, 1; setp.ne.u32 r, b, 0;")
     values = [f"${rep + i}" for i in range(rep)]
     for lanes, upper in ((2, "p"), (1, "r")):
         half, kept = len(values) // 2, []
+        if half == 0:
+            out.append(f"shfl.sync.bfly.b32 s, {values[0]}, {lanes}, 31, -1;")
+            out.append(f"add.rn.f32 $0, {values[0]}, s;")
         for i in range(half):
             low, high = values[i], values[i + half]
             kept.append(f"k{i}" if lanes == 2 else f"${i}")
             out.append(f"selp.f32 s, {low}, {high}, {upper}; selp.f32 t, {high}, {low}, {upper};")
             out.append(f"shfl.sync.bfly.b32 s, s, {lanes}, 31, -1; add.rn.f32 {kept[-1]}, t, s;")
         values = kept
-    out += [f"mov.f32 ${i}, 0f00000000;" for i in range(rep // 4, rep)]
+    out += [f"mov.f32 ${i}, 0f00000000;" for i in range(max(1, rep // 4), rep)]
     return " ".join([*out, "}"]), ",".join(["=&f"] * rep + ["f"] * rep)
 
 
 @triton.jit
 def _sum_lanes(part, REP: tl.constexpr):
-    """Sums of part [REP, 8, 4] over its last axis: [8 REP] in natural order, REP 4 or 8."""
+    """Sums of part [REP, 8, 4] over its last axis: [8 REP] in natural order, REP 2, 4 or 8."""
     ASM: tl.constexpr = _sum_asm(REP)
     s = tl.inline_asm_elementwise(ASM[0], ASM[1], [part], dtype=tl.float32, is_pure=True, pack=REP)
     if REP == 8:
@@ -261,6 +248,10 @@ def _sum_lanes(part, REP: tl.constexpr):
         s, _ = tl.split(tl.permute(s, (1, 2, 3, 4, 0)))
         s, _ = tl.split(tl.permute(s, (1, 2, 3, 0)))
         return tl.reshape(tl.permute(s, (1, 2, 0)), [64])
+    elif REP == 2:
+        s, _ = tl.split(tl.permute(tl.reshape(s, [2, 8, 2, 2]), (1, 2, 3, 0)))
+        s, _ = tl.split(s)
+        return tl.reshape(s, [16])
     else:
         s = tl.reshape(s, [2, 2, 8, 4])
         s, _ = tl.split(tl.permute(s, (1, 2, 3, 0)))
@@ -312,7 +303,12 @@ def fetch_block(
     at = row[:, None] * (16 * WIDE) + tl.arange(0, 16)[None, :]
     codes = ()
     for h in tl.static_range(WIDE):
-        codes = codes + (tl.load(code + at + 16 * h, mask=ok, other=0),)
+        if ROWS == 16:  # of three axes, lest Triton share it out as other loads of 16 x 16
+            word = tl.expand_dims(at + 16 * h, 0)
+            word = tl.load(code + word, mask=tl.expand_dims(ok, 0), other=0)
+            codes = codes + (tl.reshape(word, [ROWS, 16]),)
+        else:
+            codes = codes + (tl.load(code + at + 16 * h, mask=ok, other=0),)
     lane = tl.arange(0, 32)
     first = base + (lane // 4) * REP
     if ELEM == "e2m1" or ELEM == "int4":
