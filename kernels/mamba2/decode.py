@@ -17,7 +17,7 @@ from ..common.readout import copy_dot, load_stored
 
 
 @triton.jit
-def _ask(
+def ask_weights(
     weights, x, at, limit, valid, R: tl.constexpr, LP: tl.constexpr, ROWS: tl.constexpr,
     MATRIX: tl.constexpr,
 ):  # fmt: skip
@@ -47,6 +47,45 @@ def _ask(
     else:
         weight_now = tl.load(now + LP + 1, mask=inside, other=0.0)
     return w, decay, weight_now, tl.load(x + row, mask=inside, other=0.0)
+
+
+@triton.jit
+def answer_block(
+    codes, scales, past, code, scale, tile, ring_x, c, top, weights, w, decay, weight_now, x,
+    valid, row, row_ok, i_b, first, z_ptr, y_ptr, D_ptr, z_stride, y_stride,
+    H: tl.constexpr, R: tl.constexpr, N: tl.constexpr, WP: tl.constexpr, LP: tl.constexpr,
+    ROWS: tl.constexpr, TILES: tl.constexpr, OUTPUT: tl.constexpr, MATRIX: tl.constexpr,
+    D_ROWS: tl.constexpr, HAS_Z: tl.constexpr,
+):  # fmt: skip
+    """y of a block of rows from what was loaded for it, and x into the ring.
+
+    row [ROWS] counts from head ``first``, which code, scale, tile, ring_x and weights point at.
+    codes, scales and past as ``fetch_block`` gives them, w, decay, weight_now and x as
+    ``ask_weights`` does.
+    """
+    x = x.to(ring_x.dtype.element_ty)
+    if MATRIX:
+        y = block_dot(codes, scales, past, c, w, decay * top, LP, ROWS, OUTPUT)
+    else:
+        token = tl.arange(0, LP)
+        y = copy_dot(code, scale, tile, c, top, row, row_ok, R, N, WP, TILES, OUTPUT)
+        inside = (token < valid)[:, None] & row_ok[None, :]
+        past = ring_x + token[:, None] * (H * R) + row[None, :]
+        past = tl.load(past, mask=inside, other=0.0).to(tl.float32)
+        mine = weights + (row // R) * (LP + 2)
+        w = tl.load(mine[None, :] + token[:, None], mask=inside, other=0.0)
+        y = y * decay + tl.sum(w * past, 0)
+    y += weight_now * x.to(tl.float32)
+    if D_ROWS == 2:
+        D = tl.load(D_ptr + first * R + row, mask=row_ok, other=0.0).to(tl.float32)
+        y += D * x.to(tl.float32)
+    if HAS_Z:
+        z = tl.load(z_ptr + i_b * z_stride + first * R + row, mask=row_ok, other=0.0)
+        z = z.to(tl.float32)
+        y *= z / (1.0 + tl.exp(-z))
+    tl.store(ring_x + valid * (H * R) + row, x, mask=row_ok)
+    out = y_ptr + i_b * y_stride + first * R + row
+    tl.store(out, y.to(y_ptr.dtype.element_ty), mask=row_ok)
 
 
 @triton.jit
@@ -94,6 +133,7 @@ def readout_kernel(
         ring_x = ring_x_ptr + slot * ring_x_stride + first * R
         weights = weight_ptr + (i_b * H + first) * (LP + 2)
         inputs = i_b * x_stride + first * R
+        codes, scales, past = (), (), ()
         if MATRIX:
             codes, scales, past = fetch_block(
                 code, scale, tile, ring_x, 0, LIMIT, valid, R, TILES, H * R, LP, ROWS, OUTPUT
@@ -106,9 +146,7 @@ def readout_kernel(
         else:
             c = load_stored(c, N, WP, OUTPUT)
         top = tl.load(top_ptr + i_b * G + i_g)
-        token = tl.arange(0, LP)
-        row = tl.arange(0, ROWS)
-        w, decay, weight_now, x = _ask(
+        w, decay, weight_now, x = ask_weights(
             weights, x_ptr + inputs, 0, LIMIT, valid, R, LP, ROWS, MATRIX
         )
         for k in tl.static_range(BLOCKS):
@@ -120,7 +158,7 @@ def readout_kernel(
                         code, scale, tile, ring_x, k * ROWS, LIMIT, valid,
                         R, TILES, H * R, LP, ROWS, OUTPUT,
                     )  # fmt: skip
-                w, decay, weight_now, x = _ask(
+                w, decay, weight_now, x = ask_weights(
                     weights, x_ptr + inputs, k * ROWS, LIMIT, valid, R, LP, ROWS, MATRIX
                 )
             if AHEAD and k + 1 < BLOCKS:  # the next block is on its way meanwhile
@@ -128,31 +166,14 @@ def readout_kernel(
                     code, scale, tile, ring_x, (k + 1) * ROWS, LIMIT, valid,
                     R, TILES, H * R, LP, ROWS, OUTPUT,
                 )  # fmt: skip
-                w_next, decay_next, weight_next, x_next = _ask(
+                w_next, decay_next, weight_next, x_next = ask_weights(
                     weights, x_ptr + inputs, (k + 1) * ROWS, LIMIT, valid, R, LP, ROWS, MATRIX
                 )
-            x = x.to(ring_x_ptr.dtype.element_ty)
-            if MATRIX:
-                y = block_dot(codes, scales, past, c, w, decay * top, LP, ROWS, OUTPUT)
-            else:
-                y = copy_dot(code, scale, tile, c, top, row, row_ok, R, N, WP, TILES, OUTPUT)
-                inside = (token < valid)[:, None] & row_ok[None, :]
-                past = ring_x + token[:, None] * (H * R) + row[None, :]
-                past = tl.load(past, mask=inside, other=0.0).to(tl.float32)
-                mine = weights + (row // R) * (LP + 2)
-                w = tl.load(mine[None, :] + token[:, None], mask=inside, other=0.0)
-                y = y * decay + tl.sum(w * past, 0)
-            y += weight_now * x.to(tl.float32)
-            if D_ROWS == 2:
-                D = tl.load(D_ptr + first * R + row, mask=row_ok, other=0.0).to(tl.float32)
-                y += D * x.to(tl.float32)
-            if HAS_Z:
-                z = tl.load(z_ptr + i_b * z_stride + first * R + row, mask=row_ok, other=0.0)
-                z = z.to(tl.float32)
-                y *= z / (1.0 + tl.exp(-z))
-            tl.store(ring_x + valid * (H * R) + row, x, mask=row_ok)
-            out = y_ptr + i_b * y_stride + first * R + row
-            tl.store(out, y.to(y_ptr.dtype.element_ty), mask=row_ok)
+            answer_block(
+                codes, scales, past, code, scale, tile, ring_x, c, top, weights, w, decay,
+                weight_now, x, valid, row, row_ok, i_b, first, z_ptr, y_ptr, D_ptr,
+                z_stride, y_stride, H, R, N, WP, LP, ROWS, TILES, OUTPUT, MATRIX, D_ROWS, HAS_Z,
+            )  # fmt: skip
             if AHEAD and k + 1 < BLOCKS:
                 codes, scales, past = codes_next, scales_next, past_next
                 w, decay, weight_now, x = w_next, decay_next, weight_next, x_next

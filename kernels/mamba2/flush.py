@@ -70,10 +70,12 @@ def window_rows(
     A = tl.load(A_ptr + first + head, mask=head_ok, other=0.0).to(tl.float32)[:, None]
     decay = dt * A
     # sums of what comes after a token, none a difference: no exponent is positive
-    weight = tl.exp(tl.cumsum(later * A, 1, reverse=True)) * dt
+    # and in fp64, where no order of additions shows
+    after = tl.cumsum((later * A).to(tl.float64), 1, reverse=True).to(tl.float32)
+    weight = tl.exp(after) * dt
     at = head[:, None] * LP + token[None, :]
     tl.store(weight_ptr + at, weight, mask=head_ok[:, None])
-    tl.store(decay_ptr + head, tl.exp(tl.sum(decay, 1)), mask=head_ok)
+    tl.store(decay_ptr + head, tl.exp(tl.sum(decay.to(tl.float64), 1).to(tl.float32)), mask=head_ok)
     # the group's C and B
     C = tl.load(C_ptr + i_b * C_stride + i_g * N + n, mask=n < N, other=0.0)
     if not ROTATE:

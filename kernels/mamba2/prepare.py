@@ -2,7 +2,7 @@
 
 One program serves a (group, row): it appends dt and B to the ring and leaves each head's weights of
 the window and C in the form in which ``decode`` reads them, so that the programs that stream the
-state wait for nothing but loads.
+state wait for nothing but loads. ``step`` does the same for one head at a time.
 """
 
 from __future__ import annotations
@@ -14,6 +14,85 @@ from ..common.activation import softplus
 from ..common.hadamard import rotate_vector
 from ..common.launch import dependents_may_start
 from ..common.readout import store_vector
+
+
+@triton.jit
+def ask_inputs(
+    i_b, i_g, first, dt_ptr, B_ptr, C_ptr, A_ptr, D_ptr, bias_ptr, dt_stride, B_stride, C_stride,
+    N: tl.constexpr, NP: tl.constexpr, PER: tl.constexpr, PERP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_D: tl.constexpr,
+):  # fmt: skip
+    """(B, C [NP], dt, A, bias, D [PERP]) of the new token and of PER heads from ``first`` on.
+
+    They depend on no slot: asked for before the row's slot is known.
+    """
+    n, head = tl.arange(0, NP), tl.arange(0, PERP)
+    head_ok, n_ok = head < PER, n < N
+    B = tl.load(B_ptr + i_b * B_stride + i_g * N + n, mask=n_ok, other=0.0)
+    C = tl.load(C_ptr + i_b * C_stride + i_g * N + n, mask=n_ok, other=0.0).to(tl.float32)
+    dt = tl.load(dt_ptr + i_b * dt_stride + first + head, mask=head_ok, other=0.0).to(tl.float32)
+    A = tl.load(A_ptr + first + head, mask=head_ok, other=0.0).to(tl.float32)
+    bias = dt * 0.0
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + first + head, mask=head_ok, other=0.0).to(tl.float32)
+    D = dt * 0.0
+    if HAS_D:
+        D = tl.load(D_ptr + first + head, mask=head_ok, other=0.0).to(tl.float32)
+    return B, C, dt, A, bias, D
+
+
+@triton.jit
+def prepare_heads(
+    inputs, valid, appends_dt, appends_B,
+    ring_dt_ptr, ring_B_ptr,  # at the row's slot and the first head or the group
+    sign_ptr, weight_ptr, c_ptr, top_ptr,  # fp32 [PER, LP + 2], int32 [N], fp32 [1]
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, LP: tl.constexpr,
+    PER: tl.constexpr, PERP: tl.constexpr, OUTPUT: tl.constexpr, MATRIX: tl.constexpr,
+    ROTATE: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_D: tl.constexpr,
+):  # fmt: skip
+    """Weights, C and its largest magnitude as ``prepare_kernel`` says; appends dt and B if asked.
+
+    inputs from ``ask_inputs``. The bits do not depend on PER: sums over heads there are none, and
+    those over the window are in fp64, so that no order of additions shows.
+    """
+    B_now, C, dt_now, A, bias, D = inputs
+    token, n, head = tl.arange(0, LP), tl.arange(0, NP), tl.arange(0, PERP)
+    head_ok, n_ok = head < PER, n < N
+    # every load before the first use
+    B = tl.load(
+        ring_B_ptr + token[:, None] * (G * N) + n[None, :],
+        mask=(token < valid)[:, None] & n_ok[None, :], other=0.0,
+    )  # fmt: skip
+    at = ring_dt_ptr + token[None, :] * H + head[:, None]
+    dt = tl.load(at, mask=(token < valid)[None, :] & head_ok[:, None], other=0.0)
+    later = tl.load(at + H, mask=(token + 1 < valid)[None, :] & head_ok[:, None], other=0.0)
+    if HAS_BIAS:
+        dt_now += bias
+    if SOFTPLUS:
+        dt_now = softplus(dt_now)
+    B_now = B_now.to(ring_B_ptr.dtype.element_ty)
+    tl.store(ring_dt_ptr + valid * H + head, dt_now, mask=head_ok & appends_dt)
+    tl.store(ring_B_ptr + valid * (G * N) + n, B_now, mask=n_ok & appends_B)
+    # decays are sums of what comes after a token, none a difference: no exponent is positive
+    later = tl.where((token + 1 == valid)[None, :], dt_now[:, None], later)
+    after = tl.cumsum((later * A[:, None]).to(tl.float64), 1, reverse=True).to(tl.float32)
+    whole = (tl.sum(dt.to(tl.float64), 1) + dt_now).to(tl.float32) * A
+    weight = tl.exp(after) * dt * tl.sum(B.to(tl.float32) * C[None, :], 1)[None, :]
+    weight_now = dt_now * tl.sum(B_now.to(tl.float32) * C, 0)
+    if HAS_D:
+        weight_now += D
+    out = weight_ptr + head * (LP + 2)
+    inside = (token < valid)[None, :] & head_ok[:, None]
+    tl.store(out[:, None] + token[None, :], weight, mask=inside)
+    tl.store(out + LP, tl.exp(whole), mask=head_ok)
+    tl.store(out + LP + 1, weight_now, mask=head_ok)
+    if ROTATE:
+        C = rotate_vector(C, sign_ptr, N, NP)
+    top = tl.max(tl.abs(C), 0)
+    tl.store(top_ptr, top)
+    one = tl.zeros([1, 1], tl.int32)
+    inverse = 1.0 / tl.where(top > 0, top, 1.0)
+    store_vector(c_ptr + one, C[None, :], inverse, one == 0, N, NP, OUTPUT, MATRIX)
 
 
 @triton.jit
@@ -39,54 +118,20 @@ def prepare_kernel(
     if EARLY:
         dependents_may_start()
     i_g, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    first = i_g * PER
     slot = tl.load(slot_ptr + i_b).to(tl.int64)
     flush = tl.load(flush_ptr + i_b).to(tl.int32)
     valid = tl.load(valid_ptr + i_b)
+    inputs = ask_inputs(
+        i_b, i_g, first, dt_ptr, B_ptr, C_ptr, A_ptr, D_ptr, bias_ptr,
+        dt_stride, B_stride, C_stride, N, NP, PER, PERP, HAS_BIAS, HAS_D,
+    )  # fmt: skip
     if (slot < 0) | (flush != 0):
         return
-    token, n, head = tl.arange(0, LP), tl.arange(0, NP), tl.arange(0, PERP)
-    head_ok, n_ok = head < PER, n < N
-    first = i_g * PER
-    ring_B = ring_B_ptr + slot * ring_B_stride + i_g * N
-    ring_dt = ring_dt_ptr + slot * ring_dt_stride + first
-    # every load before the first use
-    B = tl.load(
-        ring_B + token[:, None] * (G * N) + n[None, :],
-        mask=(token < valid)[:, None] & n_ok[None, :], other=0.0,
-    )  # fmt: skip
-    B_now = tl.load(B_ptr + i_b * B_stride + i_g * N + n, mask=n_ok, other=0.0)
-    C = tl.load(C_ptr + i_b * C_stride + i_g * N + n, mask=n_ok, other=0.0).to(tl.float32)
-    at = ring_dt + token[None, :] * H + head[:, None]
-    dt = tl.load(at, mask=(token < valid)[None, :] & head_ok[:, None], other=0.0)
-    later = tl.load(at + H, mask=(token + 1 < valid)[None, :] & head_ok[:, None], other=0.0)
-    dt_now = tl.load(dt_ptr + i_b * dt_stride + first + head, mask=head_ok, other=0.0)
-    dt_now = dt_now.to(tl.float32)
-    if HAS_BIAS:
-        dt_now += tl.load(bias_ptr + first + head, mask=head_ok, other=0.0).to(tl.float32)
-    if SOFTPLUS:
-        dt_now = softplus(dt_now)
-    A = tl.load(A_ptr + first + head, mask=head_ok, other=0.0).to(tl.float32)
-    B_now = B_now.to(ring_B_ptr.dtype.element_ty)
-    tl.store(ring_dt + valid * H + head, dt_now, mask=head_ok)
-    tl.store(ring_B + valid * (G * N) + n, B_now, mask=n_ok)
-    # decays are sums of what comes after a token, none a difference: no exponent is positive
-    later = tl.where((token + 1 == valid)[None, :], dt_now[:, None], later)
-    after = tl.cumsum(later * A[:, None], 1, reverse=True)
-    whole = (tl.sum(dt, 1) + dt_now) * A
-    weight = tl.exp(after) * dt * tl.sum(B.to(tl.float32) * C[None, :], 1)[None, :]
-    weight_now = dt_now * tl.sum(B_now.to(tl.float32) * C, 0)
-    if HAS_D:
-        weight_now += tl.load(D_ptr + first + head, mask=head_ok, other=0.0).to(tl.float32)
-    out = weight_ptr + (i_b * H + first + head) * (LP + 2)
-    inside = (token < valid)[None, :] & head_ok[:, None]
-    tl.store(out[:, None] + token[None, :], weight, mask=inside)
-    tl.store(out + LP, tl.exp(whole), mask=head_ok)
-    tl.store(out + LP + 1, weight_now, mask=head_ok)
-    if ROTATE:
-        C = rotate_vector(C, sign_ptr, N, NP)
-    top = tl.max(tl.abs(C), 0)
     of = i_b * G + i_g
-    tl.store(top_ptr + of, top)
-    one = tl.zeros([1, 1], tl.int32)
-    inverse = 1.0 / tl.where(top > 0, top, 1.0)
-    store_vector(c_ptr + of * N + one, C[None, :], inverse, one == 0, N, NP, OUTPUT, MATRIX)
+    prepare_heads(
+        inputs, valid, True, True,
+        ring_dt_ptr + slot * ring_dt_stride + first, ring_B_ptr + slot * ring_B_stride + i_g * N,
+        sign_ptr, weight_ptr + (i_b * H + first) * (LP + 2), c_ptr + of * N, top_ptr + of,
+        H, G, N, NP, LP, PER, PERP, OUTPUT, MATRIX, ROTATE, SOFTPLUS, HAS_BIAS, HAS_D,
+    )  # fmt: skip

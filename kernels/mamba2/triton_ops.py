@@ -10,22 +10,26 @@ import torch
 import triton
 
 from ...config import StateConfig
-from ...formats.rotation import signs
+from ...formats.rotation import block_of, signs
 from ...state.cache import StepRows
 from ...state.layout import StateViews
 from ..common.check import check_gpu, check_rows, check_tensor, check_views
+from ..common.fold import rotation_table
 from ..common.launch import beside, early, rejoin, starts_early
 from ..common.matrix import block_rows, matrix_path
 from ..common.planes import PTX
 from ..common.store import (
     check_state_size,
+    launch_warps,
     plane_arguments,
     read_state,
+    rounding_sizes,
 )
 from .decode import readout_kernel
-from .flush import flush_rows
+from .flush import flush_rows, window_terms
 from .prepare import prepare_kernel
 from .reference import check_inputs, fold_ring
+from .step import step_kernel
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,9 @@ class LaunchConfig:
 
     flush: programs that flush for each multiprocessor; flush_registers: of one, at most; beside: 1
     to flush on a stream beside the reads, 0 after them.
+
+    single: 1 to do all of that in one launch whose programs serve ``rows`` rows of a head each,
+    whether they read or flush, and prepare for themselves; only ``rows`` counts then.
     """
 
     heads: int
@@ -48,6 +55,7 @@ class LaunchConfig:
     flush: int = 16
     flush_registers: int = 128
     beside: int = 0
+    single: int = 0
 
 
 LAUNCH: dict[int, tuple[tuple[int, LaunchConfig], ...]] = {
@@ -177,6 +185,39 @@ def _run(
     matrix = matrix_path(PTX.value, n, sizes["OUTPUT"]) != "" and p % 8 == 0
     start = starts_early(device)
     lp = max(4, triton.next_power_of_2(length))
+    padded, wp = triton.next_power_of_2(n), triton.next_power_of_2(n // 8)
+    if launch.single:
+        window = max(16, lp)
+        left, terms = window_terms(config, ring_B.dtype)
+        block = min(launch.rows, max(16, triton.next_power_of_2(p)))
+        block = block_rows(block, ring_x.dtype, config.readout) if matrix else block
+        sizes_of = [batch * heads * k for k in (lp + 4, n, 4, window, 4, n)]  # each aligned
+        columns = torch.empty(sum(sizes_of), device=device).split(sizes_of)
+        step_kernel[(batch * heads * triton.cdiv(p, block),)](
+            x, x if z is None else z, y, dt, B, C, A, A if D is None else D,
+            A if dt_bias is None else dt_bias,
+            signs(n, device) if config.rotate else A,
+            rotation_table(n, device) if config.rotate else A,
+            rows.slots, rows.valid, rows.flush, rows.position, rows.key,
+            ring_x, ring_dt, ring_B,
+            weight_ptr=columns[0], c_ptr=columns[1].view(torch.int32), top_ptr=columns[2],
+            fold_ptr=columns[3], decay_ptr=columns[4], vector_ptr=columns[5],
+            window_ptr=torch.empty(
+                batch * heads * terms * window * 8 * wp, device=device,
+                dtype=torch.bfloat16 if PTX.value else torch.float32,
+            ),
+            x_stride=x.stride(0), z_stride=0 if z is None else z.stride(0), y_stride=y.stride(0),
+            dt_stride=dt.stride(0), B_stride=B.stride(0), C_stride=C.stride(0),
+            ring_x_stride=ring_x.stride(0), ring_dt_stride=ring_dt.stride(0),
+            ring_B_stride=ring_B.stride(0), layer=layer, head_offset=head_offset,
+            H=heads, G=groups, R=p, N=n, NP=padded, WP=wp, LP=lp, LPW=window, ROWS=block,
+            TERMS=terms, LEFT=left, WARPS=launch_warps(n), MATRIX=matrix, ROTATE=config.rotate,
+            BLOCK=block_of(n), SOFTPLUS=dt_softplus, HAS_BIAS=dt_bias is not None,
+            D_ROWS=0 if D is None else D.ndim, HAS_Z=z is not None, EARLY=start,
+            num_warps=launch_warps(n), num_stages=1, **planes, **sizes, **rounding_sizes(config),
+            **early(start),
+        )  # fmt: skip
+        return
 
     def fold() -> None:
         flush_rows(
@@ -201,7 +242,7 @@ def _run(
         ring_dt_ptr=ring_dt, ring_B_ptr=ring_B,
         dt_stride=dt.stride(0), B_stride=B.stride(0), C_stride=C.stride(0),
         ring_dt_stride=ring_dt.stride(0), ring_B_stride=ring_B.stride(0),
-        NP=triton.next_power_of_2(n), PER=per_group, PERP=triton.next_power_of_2(per_group),
+        NP=padded, PER=per_group, PERP=triton.next_power_of_2(per_group),
         MATRIX=matrix, ROTATE=config.rotate, SOFTPLUS=dt_softplus, HAS_BIAS=dt_bias is not None,
         HAS_D=D is not None and D.ndim == 1, num_warps=launch.prepare_warps, **reading,
     )  # fmt: skip
@@ -211,7 +252,7 @@ def _run(
     readout_kernel[(batch * heads // count,)](
         x, x if z is None else z, y, A if D is None else D, ring_x_ptr=ring_x,
         x_stride=x.stride(0), z_stride=0 if z is None else z.stride(0), y_stride=y.stride(0),
-        ring_x_stride=ring_x.stride(0), R=p, WP=triton.next_power_of_2(n // 8), HEADS=count,
+        ring_x_stride=ring_x.stride(0), R=p, WP=wp, HEADS=count,
         ROWS=block_rows(launch.rows, ring_x.dtype, config.readout) if matrix else launch.rows,
         AHEAD=bool(launch.ahead) and matrix, MATRIX=matrix,
         D_ROWS=0 if D is None else D.ndim, HAS_Z=z is not None,
