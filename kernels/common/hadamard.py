@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .planes import PTX
+
 
 @triton.constexpr_function
 def factors(n):
@@ -37,3 +39,46 @@ def rotate_vector(x, sign_ptr, N: tl.constexpr, NP: tl.constexpr):
     y = tl.sum(_signs(A)[None, :, :, None] * y[:, None, :, :], 2)
     y = tl.sum(_signs(D)[None, None, :, :] * y[:, :, None, :], 3)
     return tl.reshape(y, [NP]) * ((A * D) ** -0.5)
+
+
+@triton.constexpr_function
+def _butterfly_asm():
+    """(instructions, constraints): 128 values, four neighbours a lane, $4..$7 -> $0..$3."""
+    out = ["{ .reg .pred p; .reg .b32 l, b; .reg .f32 f, v, x0, x1, x2, x3; mov.u32 l, %laneid;"]
+    for low, high in ((0, 1), (2, 3)):
+        out.append(f"add.rn.f32 x{low}, ${4 + low}, ${4 + high};")
+        out.append(f"sub.rn.f32 x{high}, ${4 + low}, ${4 + high};")
+    for low, high in ((0, 2), (1, 3)):
+        out.append(f"add.rn.f32 ${low}, x{low}, x{high};")
+        out.append(f"sub.rn.f32 ${high}, x{low}, x{high};")
+    for stage in range(5):
+        out.append(f"and.b32 b, l, {1 << stage}; setp.ne.u32 p, b, 0;")
+        out.append("selp.f32 f, 0fBF800000, 0f3F800000, p;")
+        for i in range(4):
+            out.append(f"shfl.sync.bfly.b32 v, ${i}, {1 << stage}, 31, -1;")
+            out.append(f"fma.rn.f32 ${i}, ${i}, f, v;")
+    return " ".join([*out, "}"]), ",".join(["=&f"] * 4 + ["f"] * 4)
+
+
+@triton.jit
+def rotate_rows(x, sign_ptr, ROWS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+                LANES: tl.constexpr = False):  # fmt: skip
+    """x R for rows [ROWS, KP] in natural order, zero beyond K; signs carry the 1 / sqrt(block).
+
+    LANES: the program is one warp and a lane holds four neighbours of a row, as loads of four
+    elements or of one row of 128 leave them; then K = 128 takes no gathers. The bits are the same.
+    """
+    n = tl.arange(0, KP)[None, :]
+    x = x * tl.load(sign_ptr + n, mask=n < K, other=0.0)
+    if PTX and LANES and K == 128:
+        ASM: tl.constexpr = _butterfly_asm()
+        return tl.inline_asm_elementwise(
+            ASM[0], ASM[1], [x], dtype=tl.float32, is_pure=True, pack=4
+        )
+    else:
+        n = tl.broadcast_to(n, [ROWS, KP])
+        for stage in tl.static_range(8):
+            if K % (2 << stage) == 0:  # the block is the largest power of two that divides K
+                other = tl.gather(x, n ^ (1 << stage), 1)
+                x = tl.where((n & (1 << stage)) != 0, other - x, x + other)
+        return x

@@ -14,6 +14,32 @@ from ..common.readout import copy_dot, load_stored
 
 
 @triton.jit
+def answer_block(
+    block, code, scale, tile, ring, c, top, w, weight_now, v, valid, row, row_ok, y,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WP: tl.constexpr, LP: tl.constexpr,
+    ROWS: tl.constexpr, TILES: tl.constexpr, OUTPUT: tl.constexpr, MATRIX: tl.constexpr,
+):  # fmt: skip
+    """y of rows ``row`` of the head that code, scale, tile, ring and y point at.
+
+    block: what ``fetch_block`` gave (with matrix units); w: the window's weights, as
+    ``load_weights`` gives them or [LP]; v: the new token's.
+    """
+    if MATRIX:
+        codes, scales, past = block
+        out = block_dot(codes, scales, past, c, w, top, LP, ROWS, OUTPUT)
+    else:
+        token = tl.arange(0, LP)
+        past = tl.load(
+            ring + token[:, None] * (HV * V) + row[None, :],
+            mask=(token < valid)[:, None] & row_ok[None, :], other=0.0,
+        )  # fmt: skip
+        out = copy_dot(code, scale, tile, c, top, row, row_ok, V, K, WP, TILES, OUTPUT)
+        out += tl.sum(w[:, None] * past.to(tl.float32), 0)
+    out += weight_now * v.to(tl.float32)
+    tl.store(y + row, out.to(y.dtype.element_ty), mask=row_ok)
+
+
+@triton.jit
 def readout_kernel(
     c_ptr, top_ptr, w_ptr,  # see prepare_kernel
     ring_v_ptr, slot_ptr, valid_ptr, flush_ptr, y_ptr,
@@ -48,6 +74,7 @@ def readout_kernel(
         code = copy_ptr + slot * copy_stride + i_h * COPY_HEAD
         scale = copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD
         tile = copy_tile_ptr + slot * copy_tile_stride + i_h * TILES
+        codes, scales, past = (), (), ()
         if MATRIX:
             codes, scales, past = fetch_block(
                 code, scale, tile, ring, start, V, valid, V, TILES, HV * V, LP, ROWS, OUTPUT
@@ -78,18 +105,11 @@ def readout_kernel(
                     codes, scales, past = fetch_block(
                         code, scale, tile, ring, base, V, valid, V, TILES, HV * V, LP, ROWS, OUTPUT
                     )
-                out = block_dot(codes, scales, past, c, w, top, LP, ROWS, OUTPUT)
-            else:
-                past = tl.load(
-                    ring + token[:, None] * (HV * V) + row[None, :],
-                    mask=(token < valid)[:, None] & row_ok[None, :],
-                    other=0.0,
-                )
-                out = copy_dot(code, scale, tile, c, top, row, row_ok, V, K, WP, TILES, OUTPUT)
-                out += tl.sum(w[:, None] * past.to(tl.float32), 0)
             v = tl.load(ring + valid * (HV * V) + row, mask=row_ok, other=0.0)
-            out += weight_now * v.to(tl.float32)
-            tl.store(y + row, out.to(y_ptr.dtype.element_ty), mask=row_ok)
+            answer_block(
+                (codes, scales, past), code, scale, tile, ring, c, top, w, weight_now, v, valid,
+                row, row_ok, y, HV, K, V, WP, LP, ROWS, TILES, OUTPUT, MATRIX,
+            )  # fmt: skip
             if AHEAD and k + 1 < BLOCKS:
                 codes, scales, past = codes_next, scales_next, past_next
     else:

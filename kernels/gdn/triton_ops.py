@@ -34,6 +34,7 @@ from .decode import readout_kernel
 from .flush import flush_kernel, load_kernel
 from .prepare import keys_kernel, prepare_kernel
 from .reference import NORM_EPS, check_inputs
+from .step import step_kernel
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ class LaunchConfig:
     flush: programs that flush for each multiprocessor; flush_registers: of one, at most; beside: 1
     to flush on a stream beside the reads, 0 after them; dot_from: windows of at least this length
     fold by matrix products, shorter ones token by token.
+
+    single: 1 to do all of that in one launch whose programs serve ``rows`` rows of a head each,
+    whether they read or flush, and prepare for themselves; of the others only dot_from counts then.
     """
 
     rows: int
@@ -56,6 +60,7 @@ class LaunchConfig:
     flush_registers: int = 128
     beside: int = 0
     dot_from: int = 5
+    single: int = 0
 
 
 LAUNCH: dict[int, tuple[tuple[int, LaunchConfig], ...]] = {
@@ -171,11 +176,15 @@ def _run(
         and 64 < n <= 128  # a plane of a key is the product's inner size, which must be 16
     )
     window = max(16, triton.next_power_of_2(length))
+    single = bool(launch.single) and length > 1 and readout
+    owners = hv if single else hk  # whose keys a program prepares
+    padded = triton.next_power_of_2(n)
+    per_padded = triton.next_power_of_2(1 if single else per_key)
     if dot:
         half = {"dtype": torch.float16, "device": device}
         system = {
-            "high": empty(batch, hk, 2, window, triton.next_power_of_2(n), **half),
-            "low": empty(batch, hk, 2, window, triton.next_power_of_2(n), **half),
+            "high": empty(batch, owners, 2, window, padded, **half),
+            "low": empty(batch, owners, 2, window, padded, **half),
             "w_high": empty(batch, hv, window, window, **half),
             "w_low": empty(batch, hv, window, window, **half),
             "until": empty(batch, hv, window, device=device),
@@ -183,19 +192,45 @@ def _run(
         }
         keys = system["until"]
     else:
-        keys = empty(batch, hk, length, n, device=device)
+        keys = empty(batch, owners, length, n, device=device)
         system = dict.fromkeys(("high", "low", "w_high", "w_low", "until", "total"), keys)
-    query = empty(batch, hk, n, device=device)
+    query = empty(batch, owners, n, device=device)
     gate = empty(batch, hv, gate_width, device=device)
     rate = empty(batch, hv, device=device)
     c = empty(batch, hv, n, dtype=torch.int32, device=device)
     top = empty(batch, hv, device=device)
     weights = empty(batch, hv, length, device=device)
+    scratch = empty(batch, owners, window * window + per_padded * (window + padded), device=device)
     ring = _ring_arguments(views)
     planes, plane_sizes = plane_arguments(views, config)
-    padded = triton.next_power_of_2(n)
     matrix = matrix_path(PTX.value, n, plane_sizes["OUTPUT"]) != "" and width % 8 == 0
     start = starts_early(device) and length > 1 and readout
+    rounding = rounding_sizes(config)
+    if single:
+        block = min(launch.rows, max(16, triton.next_power_of_2(width)))
+        block = block_rows(block, views.ring_v.dtype, config.readout) if matrix else block
+        system["low_key"] = system.pop("low")
+        step_kernel[(batch * hv * triton.cdiv(width, block),)](
+            q, k, v, g, beta,
+            rate if A_log is None else A_log,
+            rate if dt_bias is None else dt_bias,
+            _rotation_signs(n, device) if config.rotate else rate,
+            slot_ptr=rows.slots, valid_ptr=rows.valid, flush_ptr=rows.flush,
+            position_ptr=rows.position, key_ptr=rows.key, y_ptr=out,
+            keys_ptr=keys, query_ptr=query, gate_ptr=gate, rate_ptr=rate,
+            scratch_ptr=scratch, c_ptr=c, top_ptr=top, w_ptr=weights,
+            **{f"{name}_ptr": value for name, value in system.items()},
+            q_stride=q.stride(0), k_stride=k.stride(0), v_stride=v.stride(0),
+            g_stride=g.stride(0), beta_stride=beta.stride(0), y_stride=out.stride(0),
+            scale=scale, layer=layer, head_offset=head_offset,
+            KP=padded, WP=padded // 8, PER=per_key, GW=gate_width, LP=window,
+            LPR=max(4, triton.next_power_of_2(length)), ROWS=block, WARPS=launch_warps(n),
+            RAW_GATES=A_log is not None, NEGATIVE=negative, L2NORM=l2norm, EPS=NORM_EPS,
+            MATRIX=matrix, ROTATE=config.rotate, DOT=dot, EARLY=start,
+            num_warps=launch_warps(n), num_stages=1, **ring, **size, **planes, **plane_sizes,
+            **rounding, **early(start),
+        )  # fmt: skip
+        return
     prepare_kernel[(batch + 1, hk)](
         q, k, v, g, beta,
         rate if A_log is None else A_log,
@@ -203,19 +238,18 @@ def _run(
         _rotation_signs(n, device) if config.rotate else rate,
         slot_ptr=rows.slots, valid_ptr=rows.valid, flush_ptr=rows.flush, list_ptr=listed,
         keys_ptr=keys, query_ptr=query, gate_ptr=gate, rate_ptr=rate,
-        c_ptr=c, top_ptr=top, w_ptr=weights,
+        scratch_ptr=scratch, c_ptr=c, top_ptr=top, w_ptr=weights,
         **{f"{name}_ptr": value for name, value in system.items()},
         q_stride=q.stride(0), k_stride=k.stride(0), v_stride=v.stride(0),
         g_stride=g.stride(0), beta_stride=beta.stride(0),
         scale=scale, batch=batch,
         KP=padded, VP=triton.next_power_of_2(width), PER=per_key,
-        PERP=triton.next_power_of_2(per_key), GW=gate_width,
+        PERP=per_padded, GW=gate_width,
         RAW_GATES=A_log is not None, NEGATIVE=negative, L2NORM=l2norm, EPS=NORM_EPS,
         ROTATE=config.rotate, DOT=dot, LP=window, WARPS=launch_warps(n),
         OUTPUT=plane_sizes["OUTPUT"], MATRIX=matrix, EARLY=start,
         num_warps=1, num_stages=1, **ring, **size,
     )  # fmt: skip
-    rounding = rounding_sizes(config)
     common = {"slot_ptr": rows.slots, "valid_ptr": rows.valid, "y_ptr": out, **ring, **size}
     common |= {"y_stride": out.stride(0), "WP": padded // 8}
     del common["ring_k_ptr"], common["ring_k_stride"]

@@ -25,12 +25,16 @@ CHANGES = {
         {"heads": 4, "rows": 64, "ahead": 1},
         {"beside": 1, "flush": 3},
         {"prepare_warps": 4, "flush_registers": 255},
+        {"single": 1, "rows": 16},
+        {"single": 1, "rows": 64},
     ),
     "gdn": (
         {"rows": 32, "blocks": 2},
         {"rows": 32, "blocks": 2, "ahead": 1},
         {"beside": 1, "flush": 3},
         {"flush_registers": 255},
+        {"single": 1, "rows": 16},
+        {"single": 1, "rows": 64},
     ),
 }
 
