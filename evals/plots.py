@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .report import (
+    drift_rows,
     finite_kld,
     group_of,
     label_of,
@@ -25,7 +26,15 @@ from .report import (
     recipes_of,
     size,
 )
-from .schema import ArmRecord, Comparison, ModelRecord, ResultError, RunRecord, TaskRecord
+from .schema import (
+    ArmRecord,
+    Comparison,
+    IntervalRecord,
+    ModelRecord,
+    ResultError,
+    RunRecord,
+    TaskRecord,
+)
 
 INK, MUTED, GRID, PAPER, BAND, HEAT = (f"#0{i}0{i}0{i}" for i in range(1, 7))
 SERIES = tuple(f"#0a000{i}" for i in range(8))
@@ -372,7 +381,7 @@ def forest(run: RunRecord, model: ModelRecord, task: TaskRecord) -> Figure | Non
     """Change of accuracy with its interval, beside the margin."""
     found = [c for c in _found(run, model.name, task.name) if math.isfinite(c.delta.value)]
     others = [c for c in found if c.role != "floor"]
-    if not others or task.scored == "likelihood":
+    if not others or task.scored == "likelihood" or task.metric == "ended":
         return None
     arms = _arms(run)
     shown = _picked(run, model, others, MOST_ROWS)
@@ -381,27 +390,12 @@ def forest(run: RunRecord, model: ModelRecord, task: TaskRecord) -> Figure | Non
     looks = {"PASS": (SERIES[2], "o"), "FAIL": (SERIES[1], "X")}
     other = (SERIES[6], "D")
 
+    def look(c: Comparison) -> tuple[str, str]:
+        return (BAND, "o") if c.role == "floor" else looks.get(c.verdict, other)
+
     def paint(fig: Any, ax: Any) -> None:
-        for y, c in enumerate(reversed(shown)):
-            colour, mark = looks.get(c.verdict, other)
-            if c.role == "floor":
-                colour, mark = BAND, "o"
-            d = c.delta
-            ax.plot([100 * d.low, 100 * d.high], [y, y], color=colour, lw=1.6)
-            ax.plot([100 * d.value], [y], color=colour, marker=mark, ms=5)
-        ax.axvline(0, color=MUTED, lw=0.8)
+        _intervals(ax, [(label_of(arms[c.arm]), c.delta, *look(c)) for c in shown])
         ax.axvline(-100 * task.margin, color=SERIES[1], lw=1, ls="--")
-        ax.set_xscale("symlog", linthresh=2, linscale=1.2)
-        low = min(100 * c.delta.low for c in shown)
-        high = max(100 * c.delta.high for c in shown)
-        ticks = [t for t in (-100, -50, -10, -5, -2, -1, 0, 1, 2, 5) if low < t * 1.01]
-        ticks = [t for t in ticks if t <= max(high, 1)]
-        ax.set_xticks(ticks, [f"{t:+d}" if t else "0" for t in ticks])
-        ax.minorticks_off()
-        ax.set_yticks(range(len(shown)), [label_of(arms[c.arm]) for c in reversed(shown)])
-        ax.set_ylim(-0.7, len(shown) - 0.3)
-        ax.grid(axis="y", visible=False)
-        ax.tick_params(axis="y", length=0)
         ax.set_xlabel("points against fp32, 95 % interval")
 
     rows = []
@@ -419,6 +413,104 @@ def forest(run: RunRecord, model: ModelRecord, task: TaskRecord) -> Figure | Non
         note += f" {len(shown)} of {len(found)} states; all are in the data."
     head = ["state", "points [95 %]", "flips worse / better", "verdict"]
     height = 1.0 + 0.2 * len(shown)
+    return Figure(title, note, _draw(paint, 5.4, height, title, note), head, rows)
+
+
+def _intervals(ax: Any, rows: Sequence[tuple[str, IntervalRecord, str, str]]) -> None:
+    """Changes in percent with their intervals, (label, change, colour, mark), the first on top."""
+    rows = rows[::-1]
+    for y, (_, d, colour, mark) in enumerate(rows):
+        ax.plot([100 * d.low, 100 * d.high], [y, y], color=colour, lw=1.6)
+        ax.plot([100 * d.value], [y], color=colour, marker=mark, ms=5)
+    ax.axvline(0, color=MUTED, lw=0.8)
+    ax.set_xscale("symlog", linthresh=2, linscale=1.2)
+    low = min(100 * d.low for _, d, _, _ in rows)
+    high = max(100 * d.high for _, d, _, _ in rows)
+    ticks = [t for t in (-100, -50, -10, -5, -2, -1, 0, 1, 2, 5, 10, 50, 100) if low < t * 1.01]
+    ticks = [t for t in ticks if t <= max(high, 1)]
+    ax.set_xticks(ticks, [f"{t:+d}" if t else "0" for t in ticks])
+    ax.minorticks_off()
+    ax.set_yticks(range(len(rows)), [label for label, _, _, _ in rows])
+    ax.set_ylim(-0.7, len(rows) - 0.3)
+    ax.grid(axis="y", visible=False)
+    ax.tick_params(axis="y", length=0)
+
+
+def lengths(run: RunRecord, model: ModelRecord, task: TaskRecord) -> Figure | None:
+    """Change of the response length of a free-running task, with its interval."""
+    found = [
+        c
+        for c in _found(run, model.name, task.name)
+        if c.length_change is not None and math.isfinite(c.length_change.low)
+    ]
+    if not any(c.role != "floor" for c in found):
+        return None
+    arms = _arms(run)
+    others = _picked(run, model, [c for c in found if c.role != "floor"], MOST_ROWS)
+    shown = [c for c in found if c.role == "floor"] + others
+    title = f"Response length: {model.name}, {task.name}"
+
+    def paint(fig: Any, ax: Any) -> None:
+        rows = []
+        for c in shown:
+            assert c.length_change is not None
+            colour = BAND if c.role == "floor" else GROUPS[group_of(arms[c.arm])][1]
+            mark = "o" if c.role == "floor" else GROUPS[group_of(arms[c.arm])][2]
+            rows.append((label_of(arms[c.arm]), c.length_change, colour, mark))
+        _intervals(ax, rows)
+        ax.set_xlabel("% more or fewer tokens than fp32, 95 % interval")
+
+    head, rows = drift_rows(run, model.name, task)
+    note = f"Mean length of a response; fp32: {found[0].reference_length:.0f} tokens, of which "
+    note += f"{percent(found[0].reference_finished, 0)} % end before the limit. Grey: fp32 again."
+    if len(shown) < len(found):
+        note += f" {len(shown)} of {len(found)} states; all are in the data."
+    height = 1.0 + 0.2 * len(shown)
+    return Figure(title, note, _draw(paint, 5.4, height, title, note), head, rows)
+
+
+def survival(run: RunRecord, model: ModelRecord, task: TaskRecord) -> Figure | None:
+    """Share of the responses that still equal fp32's, by place."""
+    found = [c for c in _found(run, model.name, task.name) if len(c.survival) > 2]
+    lines = [c for c in found if c.role != "floor"]
+    if not lines:
+        return None
+    arms, title = _arms(run), f"Responses that still equal fp32's: {model.name}, {task.name}"
+    shown = _picked(run, model, lines, MOST_LINES)
+    floor = next((c for c in found if c.role == "floor"), None)
+
+    def paint(fig: Any, ax: Any) -> None:
+        if floor is not None:
+            x = [s.characters for s in floor.survival]
+            y = [100 * s.same for s in floor.survival]
+            ax.plot(x, y, color=BAND, lw=4, alpha=0.35, label="fp32 again")
+        for i, c in enumerate(shown):
+            ax.plot(
+                [s.characters for s in c.survival], [100 * s.same for s in c.survival],
+                color=SERIES[i], marker=MARKS[i], ms=4, lw=1.4, ls=DASHES[i],
+                label=label_of(arms[c.arm]),
+            )  # fmt: skip
+        ax.set_xscale("log", base=2)
+        ticks = [s.characters for s in shown[0].survival]
+        ax.set_xticks(ticks, [f"{t // 1024}k" if t >= 1024 else str(t) for t in ticks])
+        ax.minorticks_off()
+        ax.set_ylim(0, 103)
+        ax.set_xlabel("characters of the response")
+        ax.set_ylabel("% without a difference so far")
+        fig.legend(loc="outside lower center", ncols=2)
+
+    places = [s.characters for s in found[0].survival]
+    head = ["state", *(f"through {p}" for p in places), "first difference, median"]
+    rows = []
+    for c in found:
+        same = {s.characters: s.same for s in c.survival}
+        first = "–" if c.first_difference is None else f"{c.first_difference:.0f}"
+        rows.append([label_of(arms[c.arm]), *(percent(same.get(p), 0) for p in places), first])
+    height = 3.1 + 0.19 * math.ceil((len(shown) + 1) / 2)
+    note = "Free-running: both write on from their own answers. A response that ends without a "
+    note += "difference counts as equal from there on."
+    if len(shown) < len(lines):
+        note += f" {len(shown)} of {len(lines)} states; all are in the data."
     return Figure(title, note, _draw(paint, 5.4, height, title, note), head, rows)
 
 
@@ -509,7 +601,7 @@ def throughput(rows: Sequence[dict[str, Any]], batch: int) -> list[Figure]:
 def figures(run: RunRecord, model: ModelRecord) -> list[Figure]:
     """Every figure of one model of a run that its tasks allow."""
     out = []
-    for kind in (pareto, position, forest, layers):
+    for kind in (pareto, position, forest, lengths, survival, layers):
         for task in run.tasks:
             figure = kind(run, model, task)
             if figure is not None:

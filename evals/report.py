@@ -259,7 +259,7 @@ def _overview_tasks(run: RunRecord, model: ModelRecord) -> tuple[str | None, str
     """The tasks whose divergence and whose accuracy the overview shows: of those that most arms
     have, the first; accuracy of a task that fp32 has learned, if there is one."""
     found = [c for c in run.comparisons if c.model == model.name]
-    likelihood = {t.name for t in run.tasks if t.scored == "likelihood"}
+    likelihood = {t.name for t in run.tasks if t.scored == "likelihood" or t.metric == "ended"}
     names = [t.name for t in run.tasks]
 
     def most(having: list[str]) -> str | None:
@@ -402,7 +402,8 @@ def _task_rows(run: RunRecord, model: ModelRecord, task: TaskRecord) -> Table:
     stream, exact = task.kind == "stream", any(c.exact is not None for c in found)
     head = ["state", "bytes/request", "ratio"]
     head += ["KLD", "p99", "top-1 %"] if stream else []
-    head += ["delta nats/token [95 %]"] if likelihood else ["fp32 -> it %", "delta points [95 %]"]
+    share = "ended, fp32 -> it %" if task.metric == "ended" else "fp32 -> it %"
+    head += ["delta nats/token [95 %]"] if likelihood else [share, "delta points [95 %]"]
     head += ["exact %", "same until %"] if exact else []
     head += ["verdict"]
     for c in found:
@@ -432,7 +433,7 @@ def task_tables(run: RunRecord, model: ModelRecord, task: TaskRecord) -> list[Ta
         return []
     tables = [
         _task_rows(run, model, task),
-        _drift_rows(run, model.name, task),
+        drift_rows(run, model.name, task),
         _position_rows(run, model.name, task),
     ]
     return [t for t in (*tables, _evidence_rows(run, model.name, task)) if t[1]]
@@ -603,7 +604,7 @@ SURVIVAL = (64, 256, 512, 1024, 4096, 16384)
 """Places whose survival tables show."""
 
 
-def _drift_rows(run: RunRecord, model: str, task: TaskRecord) -> Table:
+def drift_rows(run: RunRecord, model: str, task: TaskRecord) -> Table:
     """Response length and where responses first differ from fp32's, of a free-running task."""
     found = [c for c in _find(run, model, task.name) if c.length is not None]
     if not found:

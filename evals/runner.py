@@ -118,7 +118,7 @@ def _task_record(spec: TaskSpec, documents: int, request: Request) -> TaskRecord
         chance=local.chance if local else None,
         threshold=spec.learned,
         margin=margin,
-        metric="loss" if spec.likelihood else "accuracy",
+        metric="loss" if spec.likelihood else "ended" if local and local.open_ended else "accuracy",
     )
 
 

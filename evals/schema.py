@@ -89,7 +89,8 @@ class ArmRecord(_Record):
 
 
 class TaskRecord(_Record):
-    """What was asked. threshold: accuracy below which fp32 has not learned the task."""
+    """What was asked. threshold: accuracy below which fp32 has not learned the task. metric:
+    accuracy, loss, or ended, where the share of responses that end stands for an accuracy."""
 
     name: str
     kind: Kind

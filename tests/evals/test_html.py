@@ -180,3 +180,38 @@ def test_single_layers_become_a_heat_map_and_nothing_else(run, drawn):
     assert found[title].head == ["state", "layer 1", "layer 3"]
     for row in found[title].rows:
         assert row[1:] == [report.nats(wanted[(row[0], layer)]) for layer in (1, 3)]
+
+
+@pytest.fixture(scope="module")
+def free(tiny_gdn, tmp_path_factory):
+    """A real run of the free-running matrix, shortened."""
+    folder = tmp_path_factory.mktemp("free")
+    argv = ["free", "--model", str(tiny_gdn), "--out", str(folder), "--device", "cpu"]
+    argv += ["--arms", "P4+4:rot,nvfp4:same"]
+    args = matrix.parser().parse_args([*argv, "--seeds", "1", "--limit", "3"])
+    plan = matrix.make_plan(args, argv)
+    for spec, record in zip(plan.specs, plan.tasks, strict=True):
+        short = {"limit": 80, "length": 24} if spec.task == "write" else {"length": 320}
+        spec.settings.update(short)
+        record.settings.update(short)
+    return matrix.measure(plan, folder)
+
+
+def test_free_running_tasks_show_lengths_and_where_responses_differ(free):
+    assert {t.name: t.metric for t in free.tasks} == {"write": "ended", "tally-end": "accuracy"}
+    found = plots.figures(free, free.models[0])
+    kinds = [f.title.partition(":")[0] for f in found]
+    assert kinds.count("Response length") == kinds.count("Responses that still equal fp32's") == 2
+    assert kinds.count("Change of accuracy") == 1  # a share that ends is no accuracy
+    for f in found:
+        ElementTree.fromstring(f.svg)
+        assert [row[0] for row in f.rows][:1] == ["fp32 again"]
+        assert all(len(row) == len(f.head) for row in f.rows)
+    for c in free.comparisons:
+        assert c.length is not None and c.length_change is not None
+        shares = [s.same for s in c.survival]
+        assert shares == sorted(shares, reverse=True)
+        if c.role == "floor":
+            assert shares and set(shares) == {1.0} and c.first_difference is None
+    text = report.markdown(free)
+    assert "ended, fp32 -> it %" in text and "change of length % [95 %]" in text
