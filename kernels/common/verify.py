@@ -9,6 +9,7 @@ tf32 products, within 1e-6.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -19,6 +20,7 @@ import triton.language as tl
 from ...formats.rotation import block_of, signs
 from ...state.cache import VerifyRows
 from ...state.layout import StateViews
+from .launch import beside, rejoin
 from .matrix import matrix_path
 from .planes import PTX, code_values, e4m3_scale, e8m0_scale, element_bits_of, load_words
 from .spec import KernelFormat
@@ -45,6 +47,18 @@ def ends_block(i, n, block):
     """True if plane i is the last of its scale block (or of the row)."""
     w = n // 8
     return i == 7 or (block > 0 and (i * w) // block != ((i + 1) * w) // block)
+
+
+@triton.jit
+def in_part(slot, flush, PART: tl.constexpr):
+    """True if a launch for PART takes the row: 0 every row, 1 all but 2, 2 the rows that flush."""
+    due = (slot >= 0) & (flush != 0)
+    if PART == 0:
+        return slot == slot
+    elif PART == 1:
+        return due == 0
+    else:
+        return due
 
 
 @triton.jit
@@ -268,7 +282,8 @@ class LaunchConfig:
     rows: of a block (a power of two from 16 on; a head's at most); warps: of a program without
     matrix units. With them, heads: of a program, at most (Mamba-2); blocks: of a program (GDN);
     ahead: 1 to load the next block while one is worked on; registers: of a thread, at most.
-    prepare_warps: of a program that prepares.
+    prepare_warps: of a program that prepares. beside: 1 to fold, and then read, the rows that flush
+    on a stream beside the others. flush: programs that flush for each multiprocessor.
     """
 
     rows: int = 64
@@ -278,6 +293,8 @@ class LaunchConfig:
     ahead: int = 0
     registers: int = 128
     prepare_warps: int = 1
+    beside: int = 0
+    flush: int = 16
 
 
 @lru_cache(maxsize=32)
@@ -324,6 +341,24 @@ def takes_matrix(
         and aligned(inputs)
         and all(t.stride(0) % 16 == 0 for t in views.tensors().values())
     )
+
+
+def fold_and_read(
+    fold: Callable[[], None], read: Callable[[int], None], apart: bool, device: torch.device
+) -> None:
+    """Launch a step: the rows that flush read what their fold leaves. read takes an ``in_part``.
+
+    apart: they do so on a stream beside the others.
+    """
+    if apart:
+        with beside(device):
+            fold()
+            read(2)
+        read(1)
+        rejoin(device)
+    else:
+        fold()
+        read(0)
 
 
 def divisor_up_to(total: int, limit: int) -> int:

@@ -33,6 +33,8 @@ from ..common.verify import (
     copy_product,
     copy_words,
     divisor_up_to,
+    fold_and_read,
+    in_part,
     query_scratch,
     row_strided,
     seen_dot,
@@ -88,7 +90,7 @@ def verify_prepare_kernel(
     GW: tl.constexpr,
     RAW_GATES: tl.constexpr, NEGATIVE: tl.constexpr, L2NORM: tl.constexpr, EPS: tl.constexpr,
     ROTATE: tl.constexpr, TREE: tl.constexpr, OUTPUT: tl.constexpr, MATRIX: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """What does not touch the state, one program a key head and row; appends all but v.
 
@@ -101,9 +103,10 @@ def verify_prepare_kernel(
     i_k, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slot_ptr + i_b).to(tl.int64)
     count = tl.load(count_ptr + i_b)
-    if (slot < 0) | (count <= 0):
+    flush = tl.load(flush_ptr + i_b).to(tl.int32)
+    if (slot < 0) | (count <= 0) | (in_part(slot, flush, PART) == 0):
         return
-    base = tl.where(tl.load(flush_ptr + i_b).to(tl.int32) != 0, 0, tl.load(valid_ptr + i_b))
+    base = tl.where(flush != 0, 0, tl.load(valid_ptr + i_b))
     t, n = tl.arange(0, TOKENS), tl.arange(0, KP)
     n_ok, t_ok = (n < K)[None, :], t < count
     _, paths = sees(t, 0, count, ancestors_ptr + i_b * width, TREE)
@@ -197,12 +200,15 @@ def verify_kernel(
     ring_v_stride, copy_stride, copy_scale_stride, copy_tile_stride, width,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, LP: tl.constexpr,
     ROWS: tl.constexpr, COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr,
-    TILES: tl.constexpr, OUTPUT: tl.constexpr, TREE: tl.constexpr,
+    TILES: tl.constexpr, OUTPUT: tl.constexpr, TREE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """A block of ROWS rows of a value head of one row: y, and v joins the ring. Padding: zeros."""
     i_v, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = tl.load(slot_ptr + i_b).to(tl.int64)
     count = tl.load(count_ptr + i_b)
+    flush = tl.load(flush_ptr + i_b).to(tl.int32)
+    if in_part(slot, flush, PART) == 0:
+        return
     t = tl.arange(0, TOKENS)
     row = i_v * ROWS + tl.arange(0, ROWS)
     ok = row < V
@@ -211,7 +217,7 @@ def verify_kernel(
     if (slot < 0) | (count <= 0):
         tl.store(y, tl.zeros([ROWS, TOKENS], y_ptr.dtype.element_ty), mask=out_ok)
         return
-    base = tl.where(tl.load(flush_ptr + i_b).to(tl.int32) != 0, 0, tl.load(valid_ptr + i_b))
+    base = tl.where(flush != 0, 0, tl.load(valid_ptr + i_b))
     copy = copy_ptr + slot * copy_stride + i_h * COPY_HEAD
     words = copy_words(copy, row, ok, K, OUTPUT)
     entry, own = tl.arange(0, LP), tl.arange(0, 16)
@@ -327,7 +333,7 @@ def verify_matrix_kernel(
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, LP: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, COPY_HEAD: tl.constexpr,
     COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr, OUTPUT: tl.constexpr, TREE: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """BLOCKS blocks of ROWS rows of a value head of one row.
 
@@ -340,7 +346,8 @@ def verify_matrix_kernel(
     i_v, i_h, i_b = unit % PARTS, unit // PARTS % HV, (unit // (PARTS * HV)).to(tl.int64)
     slot = tl.load(slot_ptr + i_b).to(tl.int64)
     count = tl.load(count_ptr + i_b)
-    base = tl.where(tl.load(flush_ptr + i_b).to(tl.int32) != 0, 0, tl.load(valid_ptr + i_b))
+    flush = tl.load(flush_ptr + i_b).to(tl.int32)
+    base = tl.where(flush != 0, 0, tl.load(valid_ptr + i_b))
     row, head = i_h * V + i_v * SPAN, i_b * HV + i_h
     v = v_ptr + i_b * v_stride + row
     y = y_ptr + i_b * y_stride + row
@@ -353,7 +360,10 @@ def verify_matrix_kernel(
     c = c_ptr + head * QUERY_WORDS
     top = top_ptr + head * TOKENS
     w = w_ptr + head * ((LP + TOKENS) * TOKENS)
-    if (slot < 0) | (count <= 0):
+    if in_part(slot, flush, PART) == 0:
+        if EARLY:
+            wait_for_previous()
+    elif (slot < 0) | (count <= 0):
         if EARLY:
             wait_for_previous()
         zero_outputs(y, y_token, width, SPAN)
@@ -369,7 +379,13 @@ def verify_matrix_kernel(
             )  # fmt: skip
 
 
-LAUNCH = LaunchConfig()
+LAUNCH: tuple[tuple[int, LaunchConfig], ...] = ((1, LaunchConfig()),)
+"""(smallest batch, launch configuration), ascending."""
+
+
+def launch_for(batch: int) -> LaunchConfig:
+    """What ``LAUNCH`` says for a batch."""
+    return [c for least, c in LAUNCH if least <= max(batch, 1)][-1]
 
 
 def fold_committed(
@@ -421,9 +437,10 @@ def _run(
     l2norm: bool,
     negative: bool,
     y: torch.Tensor,
+    where: dict[str, int],
     launch: LaunchConfig | None,
 ) -> torch.Tensor:
-    """A step of T > 1 tokens, after the fold; g and beta are raw projections with ``weights``."""
+    """A step of T > 1 tokens; g and beta are raw projections with ``weights``."""
     names = ("q", "k", "v", "g", "beta")
     q, k, v, g, beta = (row_strided(name, t) for name, t in zip(names, inputs, strict=True))
     assert views.ring_g is not None and views.ring_v is not None
@@ -435,11 +452,12 @@ def _run(
     check_state_size(values, n)
     padded, lp = max(16, triton.next_power_of_2(n)), max(16, triton.next_power_of_2(length))
     planes, sizes = plane_arguments(views, config)
-    output, chosen = sizes["OUTPUT"], launch or LAUNCH
+    output, chosen = sizes["OUTPUT"], launch or launch_for(batch)
     matrix = takes_matrix(views, output, values, n, v) and aligned(y) and y.dtype == v.dtype
     start = matrix and starts_early(device)
     top = torch.empty(batch, hv, TOKENS.value, device=device)
     A_log, dt_bias = (top, top) if weights is None else weights
+    gate_width = views.ring_g.shape[3]
     common = {
         "slot_ptr": rows.slots, "valid_ptr": rows.valid, "flush_ptr": rows.flush,
         "count_ptr": rows.count,
@@ -454,14 +472,6 @@ def _run(
         for name, x in (("q", q), ("k", k), ("g", g), ("beta", beta))
         for of, stride in (("stride", x.stride(0)), ("token", x.stride(1)))
     }
-    verify_prepare_kernel[(hk, batch)](
-        q, k, g, beta, A_log, dt_bias, _rotation_signs(n, device) if config.rotate else top,
-        scale=n**-0.5 if scale is None else float(scale), HK=hk, KP=padded,
-        GW=views.ring_g.shape[3], RAW_GATES=weights is not None, NEGATIVE=negative, L2NORM=l2norm,
-        EPS=NORM_EPS, ROTATE=config.rotate, MATRIX=matrix, EARLY=start,
-        num_warps=chosen.prepare_warps, num_stages=1, **common, **steps,
-        **_ring_arguments(views, ("ring_k", "ring_g", "ring_beta", "ring_rk")),
-    )  # fmt: skip
     copies = ("copy", "copy_scale", "copy_tile")
     reading = {
         "ring_v_ptr": views.ring_v, "ring_v_stride": views.ring_v.stride(0),
@@ -474,16 +484,33 @@ def _run(
     if matrix:
         most = block_most(block, config.readout)
         block = next(r for r in (64, 32, 16) if r <= most and values % r == 0)
-        blocks = divisor_up_to(values // block, chosen.blocks * most // block)
-        verify_matrix_kernel[(batch * hv * values // (block * blocks),)](
-            v, y, ROWS=block, BLOCKS=blocks, AHEAD=bool(chosen.ahead), EARLY=start, num_warps=1,
-            num_stages=1, **reading, **early(start),
-            **register_limit(chosen.registers),
+    blocks = divisor_up_to(triton.cdiv(values, block), chosen.blocks)
+
+    def read(part: int) -> None:
+        verify_prepare_kernel[(hk, batch)](
+            q, k, g, beta, A_log, dt_bias, _rotation_signs(n, device) if config.rotate else top,
+            scale=n**-0.5 if scale is None else float(scale), HK=hk, KP=padded, GW=gate_width,
+            RAW_GATES=weights is not None, NEGATIVE=negative, L2NORM=l2norm, EPS=NORM_EPS,
+            ROTATE=config.rotate, MATRIX=matrix, EARLY=start, PART=part,
+            num_warps=chosen.prepare_warps, num_stages=1, **common, **steps,
+            **_ring_arguments(views, ("ring_k", "ring_g", "ring_beta", "ring_rk")),
         )  # fmt: skip
-    else:
-        verify_kernel[(triton.cdiv(values, block), hv, batch)](
-            v, y, ROWS=block, KP=padded, num_warps=chosen.warps, num_stages=1, **reading
-        )
+        if matrix:
+            verify_matrix_kernel[(batch * hv * values // (block * blocks),)](
+                v, y, ROWS=block, BLOCKS=blocks, AHEAD=bool(chosen.ahead), EARLY=start, PART=part,
+                num_warps=1, num_stages=1, **reading, **early(start),
+                **register_limit(chosen.registers),
+            )  # fmt: skip
+        else:
+            verify_kernel[(triton.cdiv(values, block), hv, batch)](
+                v, y, ROWS=block, KP=padded, PART=part, num_warps=chosen.warps, num_stages=1,
+                **reading,
+            )  # fmt: skip
+
+    def fold() -> None:
+        fold_committed(views, config, rows, y[:, 0], l2norm=l2norm, **where)
+
+    fold_and_read(fold, read, bool(chosen.beside), device)
     return y
 
 
@@ -514,15 +541,14 @@ def verify_step(
     check_devices(views.ckpt.device, rows, named, q.shape[1])
     where = {"layer": layer, "head_offset": head_offset}
     y = _output(v, out)
-    if q.shape[0]:
-        fold_committed(views, config, rows, y[:, 0], l2norm=l2norm, **where)
     if q.shape[1] == 1 and q.shape[0]:
+        fold_committed(views, config, rows, y[:, 0], l2norm=l2norm, **where)
         one = tuple(t[:, 0] for t in (q, k, v, g, beta))
         options = {"scale": scale, "l2norm": l2norm, "out": y[:, 0]}
         decode_step(views, config, rows.plain(), *one, **options, **where)
         return y
     inputs = (q, k, v, g, beta)
-    return _run(views, config, rows, inputs, None, scale, l2norm, False, y, launch)
+    return _run(views, config, rows, inputs, None, scale, l2norm, False, y, where, launch)
 
 
 def verify_packed(
@@ -564,9 +590,8 @@ def verify_packed(
     check_devices(views.ckpt.device, rows, {**named, "out": out}, q.shape[1])
     where = {"layer": layer, "head_offset": head_offset}
     y = _output(v, out)
-    if q.shape[0]:
-        fold_committed(views, config, rows, y[:, 0], l2norm=l2norm, **where)
     if q.shape[1] == 1 and q.shape[0]:
+        fold_committed(views, config, rows, y[:, 0], l2norm=l2norm, **where)
         decode_packed(
             views, config, rows.plain(), mixed_qkv[:, 0], a[:, 0], b[:, 0], A_log, dt_bias,
             scale=scale, l2norm=l2norm, allow_neg_eigval=allow_neg_eigval, out=y[:, 0], **where,
@@ -574,5 +599,6 @@ def verify_packed(
         return y
     weights = (A_log.contiguous(), dt_bias.contiguous())
     return _run(
-        views, config, rows, (q, k, v, a, b), weights, scale, l2norm, allow_neg_eigval, y, launch
-    )
+        views, config, rows, (q, k, v, a, b), weights, scale, l2norm, allow_neg_eigval, y, where,
+        launch,
+    )  # fmt: skip

@@ -35,6 +35,8 @@ from ..common.verify import (
     copy_product,
     copy_words,
     divisor_up_to,
+    fold_and_read,
+    in_part,
     query_scratch,
     row_strided,
     seen_dot,
@@ -69,7 +71,7 @@ from ..common.verify_matrix import (
     weight_terms,
     zero_outputs,
 )
-from .flush import flush_rows
+from .flush import FLUSH_PROGRAMS_PER_SM, flush_rows
 from .triton_ops import decode_step
 from .verify_reference import check_verify
 
@@ -86,7 +88,7 @@ def verify_prepare_kernel(
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, LP: tl.constexpr,
     PER: tl.constexpr, PERP: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr,
     ROTATE: tl.constexpr, BLOCK: tl.constexpr, TREE: tl.constexpr, OUTPUT: tl.constexpr,
-    MATRIX: tl.constexpr, NATIVE: tl.constexpr, EARLY: tl.constexpr,
+    MATRIX: tl.constexpr, NATIVE: tl.constexpr, EARLY: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """What does not touch the state, one program a group and row; appends dt and B.
 
@@ -102,9 +104,10 @@ def verify_prepare_kernel(
     i_g, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slot_ptr + i_b).to(tl.int64)
     count = tl.load(count_ptr + i_b)
-    if (slot < 0) | (count <= 0):
+    flush = tl.load(flush_ptr + i_b).to(tl.int32)
+    if (slot < 0) | (count <= 0) | (in_part(slot, flush, PART) == 0):
         return
-    base = tl.where(tl.load(flush_ptr + i_b).to(tl.int32) != 0, 0, tl.load(valid_ptr + i_b))
+    base = tl.where(flush != 0, 0, tl.load(valid_ptr + i_b))
     entry, n, t = tl.arange(0, LP), tl.arange(0, NP), tl.arange(0, TOKENS)
     wide = tl.arange(0, 16)  # of a product's rows there are at least as many
     n_ok = (n < N)[None, :]
@@ -203,11 +206,15 @@ def verify_kernel(
     NP: tl.constexpr, LP: tl.constexpr, ROWS: tl.constexpr,
     COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
     OUTPUT: tl.constexpr, D_ROWS: tl.constexpr, HAS_Z: tl.constexpr, TREE: tl.constexpr,
+    PART: tl.constexpr,
 ):  # fmt: skip
     """One head of one row, in blocks of ROWS rows; D_ROWS: D is absent (0), [H] (1), [H, P] (2)."""
     i_h, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slot_ptr + i_b).to(tl.int64)
     count = tl.load(count_ptr + i_b)
+    flush = tl.load(flush_ptr + i_b).to(tl.int32)
+    if in_part(slot, flush, PART) == 0:
+        return
     t = tl.arange(0, TOKENS)
     row = tl.arange(0, ROWS)
     y = y_ptr + i_b * y_stride + i_h * R + row[:, None] + t[None, :] * y_token
@@ -216,7 +223,7 @@ def verify_kernel(
             mask = (start + row < R)[:, None] & (t < width)[None, :]
             tl.store(y + start, tl.zeros([ROWS, TOKENS], y_ptr.dtype.element_ty), mask=mask)
         return
-    base = tl.where(tl.load(flush_ptr + i_b).to(tl.int32) != 0, 0, tl.load(valid_ptr + i_b))
+    base = tl.where(flush != 0, 0, tl.load(valid_ptr + i_b))
     copy = copy_ptr + slot * copy_stride + i_h * COPY_HEAD
     scale = copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD
     tile = copy_tile_ptr + slot * copy_tile_stride + i_h * TILES
@@ -434,7 +441,7 @@ def verify_matrix_kernel(
     HEADS: tl.constexpr, MOST: tl.constexpr,
     COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
     OUTPUT: tl.constexpr, D_ROWS: tl.constexpr, HAS_Z: tl.constexpr, TREE: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one group of one row, MOST rows at a time; D_ROWS as in ``verify_kernel``.
 
@@ -446,7 +453,8 @@ def verify_matrix_kernel(
     first, i_b = unit % PARTS * HEADS, (unit // PARTS).to(tl.int64)
     slot = tl.load(slot_ptr + i_b).to(tl.int64)
     count = tl.load(count_ptr + i_b)
-    base = tl.where(tl.load(flush_ptr + i_b).to(tl.int32) != 0, 0, tl.load(valid_ptr + i_b))
+    flush = tl.load(flush_ptr + i_b).to(tl.int32)
+    base = tl.where(flush != 0, 0, tl.load(valid_ptr + i_b))
     x = x_ptr + i_b * x_stride + first * R
     y = y_ptr + i_b * y_stride + first * R
     z = z_ptr + i_b * z_stride + first * R
@@ -459,7 +467,10 @@ def verify_matrix_kernel(
     dots = dots_ptr + group * ((LP + TOKENS) * TOKENS)
     of = head_ptr + (i_b * H + first) * (LP + 3 * TOKENS)
     c = c_ptr + group * QUERY_WORDS
-    if (slot < 0) | (count <= 0):
+    if in_part(slot, flush, PART) == 0:
+        if EARLY:
+            wait_for_previous()
+    elif (slot < 0) | (count <= 0):
         if EARLY:
             wait_for_previous()
         zero_outputs(y, y_token, width, HEADS * R)
@@ -477,7 +488,13 @@ def verify_matrix_kernel(
             )  # fmt: skip
 
 
-LAUNCH = LaunchConfig()
+LAUNCH: tuple[tuple[int, LaunchConfig], ...] = ((1, LaunchConfig(heads=1)),)
+"""(smallest batch, launch configuration), ascending."""
+
+
+def launch_for(batch: int) -> LaunchConfig:
+    """What ``LAUNCH`` says for a batch."""
+    return [c for least, c in LAUNCH if least <= max(batch, 1)][-1]
 
 
 def fold_committed(
@@ -489,10 +506,12 @@ def fold_committed(
     *,
     layer: int = 0,
     head_offset: int = 0,
+    flush: int = FLUSH_PROGRAMS_PER_SM,
 ) -> None:
     """Fold the committed inputs of the rows that flush, with a token that adds nothing.
 
-    dt is 0 for it, so it neither decays nor writes. y [b, H, P] takes what it would read.
+    dt is 0 for it, so it neither decays nor writes. y [b, H, P] takes what it would read. flush:
+    programs for each multiprocessor.
     """
     assert views.ring_x is not None and views.ring_B is not None
     ring, batch = views.ring_x, rows.slots.shape[0]
@@ -505,7 +524,7 @@ def fold_committed(
     due = StepRows(rows.slots, rows.valid, rows.flush, rows.position, rows.key)
     flush_rows(
         views, config, due, x, dt, A, B, B, y, D=None, z=None, dt_bias=None, dt_softplus=False,
-        layer=layer, head_offset=head_offset,
+        layer=layer, head_offset=head_offset, per_multiprocessor=flush,
     )  # fmt: skip
 
 
@@ -547,8 +566,13 @@ def verify_step(
         return y
     D, dt_bias = (None if t is None else t.contiguous() for t in (D, dt_bias))
     A = A.contiguous()
-    fold_committed(views, config, rows, A, y[:, 0], **where)  # y is overwritten below
+    chosen = launch or launch_for(batch)
+
+    def fold() -> None:
+        fold_committed(views, config, rows, A, y[:, 0], flush=chosen.flush, **where)
+
     if width == 1:
+        fold()  # y is overwritten below
         gate = None if z is None else z[:, 0]
         decode_step(
             views, config, rows.plain(), x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D=D, z=gate,
@@ -561,7 +585,7 @@ def verify_step(
     groups, n = B.shape[2:]
     per_group = heads // groups
     planes, sizes = plane_arguments(views, config)
-    output, chosen = sizes["OUTPUT"], launch or LAUNCH
+    output = sizes["OUTPUT"]
     lp = max(16, triton.next_power_of_2(views.ring_x.shape[1]))
     matrix = takes_matrix(views, output, p, n, x) and aligned(y, z) and y.dtype == x.dtype
     matrix = matrix and (z is None or z.dtype == x.dtype)
@@ -577,18 +601,6 @@ def verify_step(
         "TREE": rows.ancestors is not None,
     }  # fmt: skip
     shape = {"N": n, "NP": max(16, triton.next_power_of_2(n))}
-    verify_prepare_kernel[(groups, batch)](
-        dt, B, C, A, A if dt_bias is None else dt_bias,
-        rotation_table(n, device) if config.rotate else A, views.ring_dt, views.ring_B,
-        dt_stride=dt.stride(0), dt_token=dt.stride(1), B_stride=B.stride(0), B_token=B.stride(1),
-        C_stride=C.stride(0), C_token=C.stride(1),
-        ring_dt_stride=views.ring_dt.stride(0), ring_B_stride=views.ring_B.stride(0),
-        PER=per_group, PERP=triton.next_power_of_2(per_group),
-        SOFTPLUS=dt_softplus, HAS_BIAS=dt_bias is not None, ROTATE=config.rotate,
-        BLOCK=block_of(n), MATRIX=matrix, EARLY=start,
-        NATIVE=PTX.value and C.dtype == views.ring_B.dtype and C.dtype.itemsize == 2,
-        num_warps=chosen.prepare_warps, num_stages=1, **shape, **common,
-    )  # fmt: skip
     names = ("copy", "copy_scale", "copy_tile")
     copy = {name + end: planes[name + end] for name in names for end in ("_ptr", "_stride")}
     reading = {
@@ -600,15 +612,32 @@ def verify_step(
     }  # fmt: skip
     args = (x, x if z is None else z, y, A if D is None else D)
     block = max(16, min(chosen.rows, triton.next_power_of_2(p)))
-    if matrix:
-        count = divisor_up_to(per_group, chosen.heads)
-        verify_matrix_kernel[(batch * heads // count,)](
-            *args, HEADS=count, MOST=block_most(block, config.readout), AHEAD=bool(chosen.ahead),
-            EARLY=start, num_warps=1, num_stages=1, **reading, **early(start),
-            **register_limit(chosen.registers),
+    count = divisor_up_to(per_group, chosen.heads)
+
+    def read(part: int) -> None:
+        verify_prepare_kernel[(groups, batch)](
+            dt, B, C, A, A if dt_bias is None else dt_bias,
+            rotation_table(n, device) if config.rotate else A, views.ring_dt, views.ring_B,
+            dt_stride=dt.stride(0), dt_token=dt.stride(1), B_stride=B.stride(0),
+            B_token=B.stride(1), C_stride=C.stride(0), C_token=C.stride(1),
+            ring_dt_stride=views.ring_dt.stride(0), ring_B_stride=views.ring_B.stride(0),
+            PER=per_group, PERP=triton.next_power_of_2(per_group),
+            SOFTPLUS=dt_softplus, HAS_BIAS=dt_bias is not None, ROTATE=config.rotate,
+            BLOCK=block_of(n), MATRIX=matrix, EARLY=start, PART=part,
+            NATIVE=PTX.value and C.dtype == views.ring_B.dtype and C.dtype.itemsize == 2,
+            num_warps=chosen.prepare_warps, num_stages=1, **shape, **common,
         )  # fmt: skip
-    else:
-        verify_kernel[(heads, batch)](
-            *args, ROWS=block, num_warps=chosen.warps, num_stages=1, **shape, **reading
-        )
+        if matrix:
+            verify_matrix_kernel[(batch * heads // count,)](
+                *args, HEADS=count, MOST=block_most(block, config.readout),
+                AHEAD=bool(chosen.ahead), EARLY=start, PART=part, num_warps=1, num_stages=1,
+                **reading, **early(start), **register_limit(chosen.registers),
+            )  # fmt: skip
+        else:
+            verify_kernel[(heads, batch)](
+                *args, ROWS=block, PART=part, num_warps=chosen.warps, num_stages=1, **shape,
+                **reading,
+            )  # fmt: skip
+
+    fold_and_read(fold, read, bool(chosen.beside), device)
     return y

@@ -414,7 +414,7 @@ def test_blocks_of_rows_change_nothing(kind: str, device: torch.device, monkeypa
     pages, found = layer.pool.pages[0].clone(), []
     for block in (64, 16):
         for module in (mamba2, gdn):
-            monkeypatch.setattr(module, "LAUNCH", LaunchConfig(block, 1))
+            monkeypatch.setattr(module, "LAUNCH", ((1, LaunchConfig(block, 1)),))
         views = layer.pool.layouts[0].views(pages.clone())
         found.append((layer.call(views, rows, inputs, False), views.ckpt.clone()))
     assert torch.equal(found[0][0], found[1][0]) and found[0][0].any()

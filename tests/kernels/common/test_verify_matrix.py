@@ -222,9 +222,7 @@ def test_product(elem):
     got = part_of(regs) * plain(verify_matrix.read_scale((elem, 0)))
     want = values @ c.double().numpy().T
     bound = 5e-5 if elem == "int8" else 3e-4
-    assert np.sqrt(((got - want) ** 2).mean() / (want**2).mean()) < (
-        5e-5 if elem == "int8" else 3e-4
-    )
+    assert np.sqrt(((got - want) ** 2).mean() / (want**2).mean()) < bound
     if elem in ("e2m1", "int4"):  # against the same queries the product is exact in fp32
         rounded = c.half().double().numpy()
         np.testing.assert_allclose(
@@ -327,9 +325,7 @@ def test_lanes_hold_what_the_matrix_units_want(case):
     assert len(products) >= 8
     for layouts in products:
         assert len(layouts) == 1
-        blocked = re.search(
-            r"sizePerThread = \[\d, 1, 1\], threadsPerWarp = \[1, 8, 4\]", layouts[0]
-        )
+        order = r"PerWarp = \[1, 8, 4\].*order = \[(0, 2, 1|2, 1, 0|2, 0, 1)\]"
         lanes = "lane = [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]]" in layouts[0]
-        assert lanes or (blocked and "order = [2, 1, 0]" in layouts[0]), layouts
+        assert lanes or re.search(order, layouts[0]), layouts
     assert all(len(layouts) == 1 for _, layouts in found)
