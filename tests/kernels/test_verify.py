@@ -246,6 +246,48 @@ def test_all_formats_on_a_gpu(kind: str, name: str, device: torch.device) -> Non
         check(Layer(geometry, config, device, batch=9, drafts=7, dtype=dtype), 8)
 
 
+MATRIX = {
+    "nvfp4": flags("fp16", "nvfp4", buffer_len=8),
+    "P4+8": flags("P4+8", rotate=True, buffer_len=8),
+    "P8+4": flags("P8+4", buffer_len=8),
+    "e4m3": flags("e4m3", "same", buffer_len=8),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["mamba2", "gdn"])
+@pytest.mark.parametrize("name", MATRIX)
+def test_matrix_reads_on_a_gpu(kind: str, name: str, device: torch.device) -> None:
+    """bf16, state 128: steps, trees, Inf and NaN; blocks of unequal size, a skip weight a row."""
+    rows = 80 if kind == "mamba2" else 128
+    geometry = LayerGeometry(kind, 4, rows, 128, 2)
+
+    def fresh(drafts: int) -> Layer:
+        layer = Layer(geometry, MATRIX[name], device, drafts=drafts, dtype=torch.bfloat16)
+        if drafts % 2 == 0:
+            layer.weights["D"] = torch.randn(4, rows, generator=layer.gen).to(device)
+        return layer
+
+    for drafts in (7, 4, 2):
+        check(fresh(drafts), 8)
+    parents = torch.tensor([[-1, 0, 0, 2, 1], [-1, -1, 1, 0, 3], [-1, 0, 1, 2, 3]], device=device)
+    layer = fresh(4)
+    layer.step([5, 5, 5], [5, 3, 1], 5)
+    _, got, want, _ = layer.step([5, 4, 5], [0, 0, 0], 5, tree_ancestors(parents))
+    assert relative(got[want != 0], want[want != 0]) <= bound_of(layer.config, layer.dtype)
+    layer.pool.commit(layer.slots, layer.accepted)
+    rows_ = layer.pool.verify_rows(layer.slots, torch.full((3,), 5, device=device))
+    clean, pages = layer.inputs(rows_.count, 5), layer.pool.pages[0].clone()
+    good = layer.call(layer.pool.layouts[0].views(pages.clone()), rows_, clean, False)
+    for poison in (float("nan"), float("inf")):
+        bad = tuple(t.clone() for t in clean)
+        for t in bad:
+            t[:, 2] = poison
+        got = layer.call(layer.pool.layouts[0].views(pages.clone()), rows_, bad, False)
+        assert torch.equal(got[:, :2], good[:, :2])
+        assert not torch.isfinite(got[:, 2:]).any()
+
+
 SMALL = {
     "mamba2": LayerGeometry("mamba2", 2, 16, 128, 1),
     "gdn": LayerGeometry("gdn", 2, 16, 128, 1),
