@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import yaml
@@ -42,8 +43,12 @@ PREFERRED_FILTERS = ("flexible-extract", "strict-match")
 SHARE_METRICS = ("exact_match", "acc", "acc_norm", "f1", "em", "accuracy")
 RUNS_NOTHING = re.compile(r"longproc_(path_traversal|tom_tracking|html_to_tsv|travel_planning)_")
 """Tasks that lm-eval marks as running code for the sake of others in their folder."""
-PROMPT_ROOM = 32_768
-"""Tokens of a prompt beside the answer, for models whose configuration names no length."""
+PROMPT_ROOM = 1024
+"""Tokens to spare, for models whose configuration names no length."""
+CHAT_ROOM = 256
+"""Tokens that a chat template may add to a prompt."""
+MAX_TOKENS = 256
+"""Tokens of an answer where a task names no limit, as in lm-eval's own models."""
 REPEAT_SEED = 1000
 """Apart from each other: the rounding seeds of an answer's repeats."""
 EXTRA = "lm-eval tasks need the eval extra: pip install 'replayssm-quant[eval]'"
@@ -227,8 +232,10 @@ def _quiet_lm_eval() -> Any:
     levels = [x.level for x in loggers]
     for x in loggers:
         x.setLevel(logging.ERROR)
+    # it asks git for a commit, which complains on the terminal where there is no repository
+    silent = mock.patch("lm_eval.evaluator.get_git_commit_hash", return_value=None)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stderr(io.StringIO()), silent:
             yield
     finally:
         for x, level in zip(loggers, levels, strict=True):
@@ -383,23 +390,43 @@ class TaskRunner:
             _seed()
             self.task.build_all_requests(limit=self.limit, rank=0, world_size=1)
 
+    def room(self, loaded: LoadedModel) -> int:
+        """Tokens of the longest prompt and its answer that the model must hold, or that it does
+        hold where its configuration says so.
+
+        Raises SuiteError where they do not fit: lm-eval would cut the prompt and say nothing.
+        """
+        own = self.task.config.generation_kwargs or {}
+        answer = int(self.generation.get("max_gen_toks", own.get("max_gen_toks", MAX_TOKENS)))
+        longest = max(
+            len(loaded.tokenizer(str(request.args[0]), add_special_tokens=False)["input_ids"])
+            for request in self.task.instances
+        )
+        longest += CHAT_ROOM if self.chat else 1
+        text = loaded.model.config.get_text_config(decoder=True)
+        held = getattr(text, "max_position_embeddings", None)
+        if held is None:
+            return longest + answer + PROMPT_ROOM
+        if longest + answer > held:
+            remedy = "lower generation.max_gen_toks, or give --max-gen-toks"
+            if longest >= held:
+                remedy = "leave it out, or ask for shorter prompts"
+                if self.spec.task in data_ruler.NAMES:
+                    remedy = "lower its lengths in a copy of the suite, or leave it out (--tasks)"
+            raise SuiteError(
+                f"task '{self.spec.name}': prompts of up to {longest} tokens and answers of "
+                f"{answer}, but {loaded.resolved.name} holds {held}; {remedy}"
+            )
+        return int(held)
+
     def measure(self, loaded: LoadedModel, one: Arm, seed: int, options: Options, key: str) -> Unit:
         """One arm and rounding seed on the task. Raises MeasureError or SuiteError."""
         from .lm import ReplayLM
 
         batch = one.batch_size or options.batch_size
         extra: dict[str, Any] = {}
-        wanted = self.generation.get("max_gen_toks")
-        if wanted is not None:
-            text = loaded.model.config.get_text_config(decoder=True)
-            held = getattr(text, "max_position_embeddings", None)
-            if held is not None and wanted >= held:
-                raise SuiteError(
-                    f"task '{self.spec.name}' asks for answers of {wanted} tokens, "
-                    f"{loaded.resolved.name} holds {held} with its prompt; lower "
-                    "generation.max_gen_toks, or give --max-gen-toks"
-                )
-            extra["max_length"] = held or wanted + PROMPT_ROOM
+        if self.info.output_type == "generate_until":
+            extra["max_length"] = self.room(loaded)
         if self.think_end is not None:
             extra["think_end_token"] = self.think_end
 

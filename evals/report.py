@@ -144,6 +144,8 @@ def _interval(x: IntervalRecord | None, digits: int = 1, signed: bool = False) -
     if x is None:
         return "–"
     form = f"{'+' if signed else ''}.{digits}f"
+    if not (math.isfinite(x.low) and math.isfinite(x.high)):  # one document
+        return f"{100 * x.value:{form}}"
     return f"{100 * x.value:{form}} [{100 * x.low:{form}}, {100 * x.high:{form}}]"
 
 
@@ -447,10 +449,11 @@ def task_note(run: RunRecord, model: str, task: TaskRecord) -> str:
     scale = 1 if task.scored == "likelihood" else 100
     seeds = max(len(c.seeds) for c in _find(run, model, task.name))
     answers = "" if task.scored == "likelihood" else f", {first.answers} answers"
+    repeats = task.settings.get("repeats", 1)
     how = {
         "stream": "teacher-forced, every token a state update",
         "generate": "free-running decode",
-        "lm_eval": "lm-evaluation-harness",
+        "lm_eval": f"avg@{repeats}" if repeats > 1 else "one answer a question",
     }[task.kind]
     return (
         f"{task.description}; {how}; {first.documents} documents{answers}, {seeds} rounding "

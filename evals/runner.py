@@ -103,7 +103,7 @@ def _task_record(spec: TaskSpec, documents: int, request: Request) -> TaskRecord
     return TaskRecord(
         name=spec.name,
         kind=spec.kind,
-        description=local.description if local else "lm-evaluation-harness task",
+        description=local.description if local else f"{spec.task} of lm-evaluation-harness",
         scored="likelihood" if spec.likelihood else "accuracy",
         settings={
             **(dict(local.difficulty) if local else {}),
@@ -357,6 +357,15 @@ def _run_model(plan: Plan, index: int, folder: Path, tick: Callable[[int], None]
         docs = build(spec.local, documents, spec.settings, loaded.tokenizer)
         local.append(replace(docs, task=spec.name))
     _guard(loaded, local)
+    harness: dict[str, Any] = {}
+    for spec, documents in zip(plan.specs, plan.documents, strict=True):
+        if spec.kind == "lm_eval":  # all of them before the first is measured: data may not fit
+            from .lm_tasks import TaskRunner
+
+            asked = (request.data_dir, documents or None, loaded.tokenizer, request.max_gen_toks)
+            harness[spec.name] = TaskRunner(spec, *asked)
+            if harness[spec.name].info.output_type == "generate_until":
+                harness[spec.name].room(loaded)
     common = {
         "schema": SCHEMA,
         "weights": loaded.digest,
@@ -371,7 +380,6 @@ def _run_model(plan: Plan, index: int, folder: Path, tick: Callable[[int], None]
         reference, probe = Reference(), None
         options = replace(options, path=spec.path or request.path)
         filled = False
-        runner = None
         for one in chosen:
             number = documents_for(plan, spec, one)
             if number == 0:
@@ -413,17 +421,7 @@ def _run_model(plan: Plan, index: int, folder: Path, tick: Callable[[int], None]
                 elif spec.kind == "generate":
                     unit = measure_prompts(loaded, part, one, seed, options, key, tick)
                 else:
-                    from .lm_tasks import TaskRunner
-
-                    if runner is None:
-                        runner = TaskRunner(
-                            spec,
-                            request.data_dir,
-                            number,
-                            loaded.tokenizer,
-                            request.max_gen_toks,
-                        )
-                    unit = runner.measure(loaded, one, seed, options, key)
+                    unit = harness[spec.name].measure(loaded, one, seed, options, key)
                     tick(unit.record.documents)
                 store.save(unit)
     return outcome

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 from lm_eval.api.model import LM
 
 from ..config import StateConfig
+from .lm_tasks import MAX_TOKENS
 from .probes import short_hash
 from .vllm import counts, request_seed
 
 if TYPE_CHECKING:
     from ..backends.vllm.generate import Session
-
-MAX_TOKENS = 256
-"""Tokens of an answer where a task names no limit, as in lm-eval's own models."""
 
 
 class VllmLM(LM):

@@ -247,7 +247,7 @@ def test_greedy_repeats_are_refused(tmp_path: Path, tiny_gdn: Path, files: Path,
     assert "generation_config.json samples nothing" in capsys.readouterr().err
     write(generation={"max_gen_toks": 4096})
     assert _run(*args) == 2
-    assert "holds 1024 with its prompt" in capsys.readouterr().err
+    assert "holds 1024; lower" in capsys.readouterr().err
 
 
 def test_the_models_own_sampling_comes_first(tmp_path: Path) -> None:
