@@ -17,6 +17,7 @@ from ...config import StateConfig
 from ...state.cache import VerifyRows
 from ...state.layout import StateViews
 from ..common.activation import softplus
+from ..common.hadamard import rotate_rows
 from ..common.launch import (
     dependents_may_start,
     early,
@@ -24,6 +25,7 @@ from ..common.launch import (
     starts_early,
     wait_for_previous,
 )
+from ..common.planes import PTX
 from ..common.store import check_state_size, plane_arguments
 from ..common.verify import (
     TOKENS,
@@ -63,7 +65,6 @@ from ..common.verify_matrix import (
     weight_terms,
     zero_outputs,
 )
-from .prepare import rotate_rows
 from .reference import NORM_EPS
 from .triton_ops import _ring_arguments, _rotation_signs, _sizes, decode_packed, decode_step
 from .triton_ops import _run as step
@@ -77,17 +78,119 @@ def row_of(x, t, i):
 
 
 @triton.jit
+def _products(a, b):
+    """a b^T in fp32; products of 16-bit numbers are exact."""
+    if PTX and a.dtype == b.dtype and a.dtype != tl.float32:
+        return tl.dot(a, tl.trans(b))
+    else:
+        wide = tl.trans(b.to(tl.float32))
+        return tl.dot(a.to(tl.float32), wide, input_precision="tf32x3")
+
+
+@triton.jit
+def _walk(
+    r, k, rk, g, beta, paths, base, count, ring_k, ring_rk, ring_g, ring_beta, weight, n,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, LP: tl.constexpr, GW: tl.constexpr,
+):  # fmt: skip
+    """The queries r [T, KP] pushed back entry by entry, newest first: for a gate a key channel, or
+    rings that ``_solve_paths`` does not take."""
+    t = tl.arange(0, TOKENS)
+    for back in range(count):
+        j = count - 1 - back
+        on = tl.max(tl.where((t == j)[:, None] & paths, 1, 0), 0) != 0
+        k_j = row_of(k, t, j)
+        beta_j = tl.sum(tl.where(t == j, beta, 0.0), 0)
+        w = tl.where(on, beta_j * tl.sum(r * k_j, 1), 0.0)
+        tl.store(weight + LP + j, w)
+        r = tl.where(on[:, None], tl.exp(row_of(g, t, j)) * (r - w[:, None] * k_j), r)
+    n_ok = n < K
+    k_next = tl.load(ring_k + (base - 1) * (HK * K) + n, mask=n_ok & (base > 0), other=0.0)
+    rk_next = tl.load(ring_rk + (base - 1) * HK, mask=base > 0, other=0.0)
+    beta_next = tl.load(ring_beta + (base - 1) * HV, mask=base > 0, other=0.0)
+    g_ok = n_ok[None, :] & (base > 0) if GW > 1 else tl.full([1, 1], 1, tl.int1) & (base > 0)
+    g_next = tl.load(ring_g + (base - 1) * (HV * GW), mask=g_ok, other=0.0)
+    for back in range(base):
+        j = base - 1 - back
+        k_j = (k_next.to(tl.float32) * rk_next)[None, :]
+        g_j, beta_j = g_next, beta_next
+        i = j - 1  # the next entry is on its way meanwhile
+        k_next = tl.load(ring_k + i * (HK * K) + n, mask=n_ok & (i >= 0), other=0.0)
+        rk_next = tl.load(ring_rk + i * HK, mask=i >= 0, other=0.0)
+        beta_next = tl.load(ring_beta + i * HV, mask=i >= 0, other=0.0)
+        g_next = tl.load(ring_g + i * (HV * GW), mask=g_ok & (i >= 0), other=0.0)
+        w = beta_j * tl.sum(r * k_j, 1)
+        tl.store(weight + j, w)
+        r = tl.exp(g_j) * (r - w[:, None] * k_j)
+    return r
+
+
+@triton.jit
+def _solve_paths(
+    q, keys, start, products, base, count, masks_ptr, rate_of_keys, strange, g_own, beta_own,
+    ring_g, ring_beta, weight,
+    HV: tl.constexpr, KP: tl.constexpr, LP: tl.constexpr, LENGTH: tl.constexpr,
+    TREE: tl.constexpr,
+):  # fmt: skip
+    """The queries of all tokens pushed back at once, for one gate a head (``prepare``): vectors
+    [T, KP] and what each is still to be multiplied with [T]; the weights go to ``weight``.
+
+    Entry i of the window (committed, then the step's own) has a raw key k_i; with e_i = b_i /
+    |k_i|^2 t_i of the entries that a token sees, t_i = k_i . q - sum_(j > i) (k_i . k_j) e_j, w_i =
+    e^(G_t - G_i) |k_i| e_i and r = e^(G_t) (q - sum_i e_i k_i). start: k . q [T, LP]; products:
+    pointer to k_i . k_j [LP, LP], zero unless j < i; keys [LP, KP]; rate_of_keys [LP]: 1 / |k|.
+    strange [T]: a draft that is not finite, with a key taken as zero; what sees it becomes NaN.
+    """
+    t, entry = tl.arange(0, TOKENS), tl.arange(0, LP)
+    new = entry - base
+    own = (new >= 0) & (new < count)
+    old = entry < base
+    path_bits = (2 << t) - 1
+    if TREE:
+        path_bits = tl.load(masks_ptr + t, mask=t < count, other=0)
+    bit = (path_bits[:, None] >> tl.where(own, new, 0)[None, :]) & 1
+    seen = (old[None, :] | (own[None, :] & (bit != 0))) & (t < count)[:, None]
+    is_own = (new[None, :] == t[:, None]) & own[None, :]
+    beta = tl.load(ring_beta + entry * HV, mask=old, other=0.0)
+    strange = strange | ((t < count) & ((beta_own - beta_own) != 0))
+    beta += tl.sum(tl.where(is_own, tl.where(strange, 0.0, beta_own)[:, None], 0.0), 0)
+    later = tl.load(ring_g + (entry + 1) * HV, mask=entry + 1 < base, other=0.0)
+    whole = tl.sum(tl.load(ring_g + entry * HV, mask=old, other=0.0), 0)
+    after = tl.cumsum(later, 0, reverse=True)
+    rate = (beta * rate_of_keys * rate_of_keys)[None, :]
+    x = tl.where(seen, start, 0.0)
+    for i in tl.static_range(LENGTH - 1, 0, -1):
+        row = tl.load(products + i * LP + entry[None, :])
+        row = row * tl.gather(rate, tl.full([1, LP], i, tl.int32), 1)
+        x = x - row * tl.gather(x, tl.full([TOKENS, LP], i, tl.int32), 1)
+        if TREE:  # of a chain, nothing unseen comes before what is seen
+            x = tl.where(seen, x, 0.0)
+    e = rate * x
+    g_own = tl.where(t < count, g_own, 0.0)
+    sees_own = (path_bits[:, None] >> t[None, :]) & 1  # [token, token of its path]
+    path = tl.sum(tl.where(sees_own != 0, g_own[None, :], 0.0), 1)
+    path_of = tl.sum(tl.where(is_own, path[:, None], 0.0), 0)
+    gap = tl.where(seen, path[:, None] + tl.where(old, after, -path_of)[None, :], 0.0)
+    w = tl.where(seen, tl.exp(gap) * (beta * rate_of_keys)[None, :] * x, 0.0)
+    at = weight + t[:, None] * (LP + TOKENS) + tl.where(own, LP + new, entry)[None, :]
+    tl.store(at, w, mask=(old | own)[None, :] & (t >= 0)[:, None])
+    moved = window_dot(tl.trans(keys), tl.trans(e))
+    reached = tl.sum(tl.where((sees_own != 0) & strange[None, :], 1, 0), 1) != 0
+    return q - tl.trans(moved), tl.where(reached, float("nan"), tl.exp(path + whole))
+
+
+@triton.jit
 def verify_prepare_kernel(
     q_ptr, k_ptr, g_ptr, beta_ptr,  # [b, T, ...], contiguous within a token
     A_log_ptr, dt_bias_ptr, sign_ptr,  # [HV], [HV], fp32 [K]
     ring_k_ptr, ring_g_ptr, ring_beta_ptr, ring_rk_ptr,
     slot_ptr, valid_ptr, flush_ptr, count_ptr, ancestors_ptr,  # [b]; ancestors [b, T]
     c_ptr, top_ptr, w_ptr,  # queries of [b, HV], fp32 [b, HV, T], fp32 [b, HV, T, LP + T]
+    scratch_ptr,  # SOLVE: fp32 [b, HK, LP LP + T KP]
     q_stride, q_token, k_stride, k_token, g_stride, g_token, beta_stride, beta_token,
     ring_k_stride, ring_g_stride, ring_beta_stride, ring_rk_stride,
     scale, width,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, LP: tl.constexpr,
-    GW: tl.constexpr,
+    LENGTH: tl.constexpr, GW: tl.constexpr, SOLVE: tl.constexpr,
     RAW_GATES: tl.constexpr, NEGATIVE: tl.constexpr, L2NORM: tl.constexpr, EPS: tl.constexpr,
     ROTATE: tl.constexpr, TREE: tl.constexpr, OUTPUT: tl.constexpr, MATRIX: tl.constexpr,
     EARLY: tl.constexpr, PART: tl.constexpr,
@@ -112,21 +215,50 @@ def verify_prepare_kernel(
     _, paths = sees(t, 0, count, ancestors_ptr + i_b * width, TREE)
     ok = t_ok[:, None] & n_ok
     q = q_ptr + i_b * q_stride + t[:, None] * q_token + i_k * K + n[None, :]
-    q = tl.load(q, mask=ok, other=0.0).to(tl.float32)
+    q_raw = tl.load(q, mask=ok, other=0.0)
+    q = q_raw.to(tl.float32)
+    q_scale = tl.full([TOKENS], scale, tl.float32)
     k = k_ptr + i_b * k_stride + t[:, None] * k_token + i_k * K + n[None, :]
     k = tl.load(k, mask=ok, other=0.0).to(ring_k_ptr.dtype.element_ty)
     ring_k = ring_k_ptr + slot * ring_k_stride + i_k * K
     ring_rk = ring_rk_ptr + slot * ring_rk_stride + i_k
     tl.store(ring_k + (base + t)[:, None] * (HK * K) + n[None, :], k, mask=ok)
     k = k.to(tl.float32)
+    squares = tl.sum(k * k, 1)
     if L2NORM:
-        rk = tl.rsqrt(tl.sum(k * k, 1) + EPS)
+        rk = tl.rsqrt(squares + EPS)
         k = k * rk[:, None]
-        q = q * tl.rsqrt(tl.sum(q * q, 1) + EPS)[:, None]
+        q_scale = q_scale * tl.rsqrt(tl.sum(q * q, 1) + EPS)
     else:
         rk = tl.full([TOKENS], 1.0, tl.float32)
-    q = q * scale
+    q = q * q_scale[:, None]
     tl.store(ring_rk + (base + t) * HK, rk, mask=t_ok)
+    scratch = scratch_ptr + (i_b * HK + i_k) * (LP * LP + TOKENS * KP)
+    if SOLVE:
+        entry = tl.arange(0, LP)
+        new = entry - base
+        own = (new >= 0) & (new < count)
+        is_own = (new[None, :] == t[:, None]) & own[None, :]
+        strange_own = t_ok & ((squares - squares) != 0)  # a key that is taken as zero
+        strange = tl.sum((is_own & strange_own[:, None]).to(tl.int32), 0) != 0
+        key = ring_k + entry[:, None] * (HK * K) + n[None, :]
+        k_in = k_ptr + i_b * k_stride + new[:, None] * k_token + i_k * K + n[None, :]
+        if k_ptr.dtype == ring_k_ptr.dtype:
+            inside = ((entry < base) | (own & (strange == 0)))[:, None] & n_ok
+            keys = tl.load(tl.where(own[:, None], k_in, key), mask=inside, other=0.0)
+        else:
+            keys = tl.load(key, mask=(entry < base)[:, None] & n_ok, other=0.0)
+            inside = (own & (strange == 0))[:, None] & n_ok
+            k_in = tl.load(k_in, mask=inside, other=0.0).to(keys.dtype)
+            keys = tl.where(own[:, None], k_in, keys)
+        rate_of_keys = tl.load(ring_rk + entry * HK, mask=entry < base, other=0.0)
+        finite = tl.where(strange_own, 0.0, rk)
+        rate_of_keys += tl.sum(tl.where(is_own, finite[:, None], 0.0), 0)
+        products = scratch
+        gram = tl.where(entry[None, :] < entry[:, None], _products(keys, keys), 0.0)
+        tl.store(products + entry[:, None] * LP + entry[None, :], gram)
+        start = tl.trans(_products(keys, q_raw)) * q_scale[:, None]
+        tl.debug_barrier()  # other lanes read what this program has just written
     PER: tl.constexpr = HV // HK
     for h in range(PER):
         head = i_k * PER + h
@@ -149,37 +281,30 @@ def verify_prepare_kernel(
         tl.store(ring_g + (base + t)[:, None] * (HV * GW), g, mask=g_ok)
         tl.store(ring_beta + (base + t) * HV, beta, mask=t_ok)
 
-        # the walk, newest entry first: the tokens of the step, then the committed inputs
         row = i_b * HV + head
         weight = w_ptr + (row * TOKENS + t) * (LP + TOKENS)
-        r = q
-        for back in range(count):
-            j = count - 1 - back
-            on = tl.max(tl.where((t == j)[:, None] & paths, 1, 0), 0) != 0
-            k_j = row_of(k, t, j)
-            beta_j = tl.sum(tl.where(t == j, beta, 0.0), 0)
-            w = tl.where(on, beta_j * tl.sum(r * k_j, 1), 0.0)
-            tl.store(weight + LP + j, w)
-            r = tl.where(on[:, None], tl.exp(row_of(g, t, j)) * (r - w[:, None] * k_j), r)
-        k_next = tl.load(ring_k + (base - 1) * (HK * K) + n, mask=(n < K) & (base > 0), other=0.0)
-        rk_next = tl.load(ring_rk + (base - 1) * HK, mask=base > 0, other=0.0)
-        beta_next = tl.load(ring_beta + (base - 1) * HV, mask=base > 0, other=0.0)
-        g_ok = (n < K)[None, :] & (base > 0) if GW > 1 else tl.full([1, 1], 1, tl.int1) & (base > 0)
-        g_next = tl.load(ring_g + (base - 1) * (HV * GW), mask=g_ok, other=0.0)
-        for back in range(base):
-            j = base - 1 - back
-            k_j = (k_next.to(tl.float32) * rk_next)[None, :]
-            g_j, beta_j = g_next, beta_next
-            i = j - 1  # the next entry is on its way meanwhile
-            k_next = tl.load(ring_k + i * (HK * K) + n, mask=(n < K) & (i >= 0), other=0.0)
-            rk_next = tl.load(ring_rk + i * HK, mask=i >= 0, other=0.0)
-            beta_next = tl.load(ring_beta + i * HV, mask=i >= 0, other=0.0)
-            g_next = tl.load(ring_g + i * (HV * GW), mask=g_ok & (i >= 0), other=0.0)
-            w = beta_j * tl.sum(r * k_j, 1)
-            tl.store(weight + j, w)
-            r = tl.exp(g_j) * (r - w[:, None] * k_j)
+        if SOLVE:
+            r, fade = _solve_paths(
+                q, keys, start, products, base, count, ancestors_ptr + i_b * width,
+                rate_of_keys, strange_own, tl.reshape(g, [TOKENS]), beta,
+                ring_g_ptr + slot * ring_g_stride + head,
+                ring_beta_ptr + slot * ring_beta_stride + head,
+                w_ptr + row * (TOKENS * (LP + TOKENS)), HV, KP, LP, LENGTH, TREE,
+            )  # fmt: skip
+        else:
+            r = _walk(
+                q, k, rk, g, beta, paths, base, count, ring_k, ring_rk,
+                ring_g, ring_beta, weight, n, HK, HV, K, LP, GW,
+            )  # fmt: skip
+            fade = tl.full([TOKENS], 1.0, tl.float32)
         if ROTATE:
-            r = rotate_rows(r, sign_ptr, TOKENS, K, KP)
+            if SOLVE:  # to where ``rotate_rows`` wants it
+                turned = scratch + LP * LP + t[:, None] * KP + n[None, :]
+                tl.debug_barrier()
+                tl.store(turned, r)
+                tl.debug_barrier()
+                r = tl.load(turned)
+            r = rotate_rows(r, sign_ptr, TOKENS, K, KP, SOLVE)
         if MATRIX:
             top = tl.max(tl.abs(r), 1)
             r = r * (1.0 / tl.where(top > 0, top, 1.0))[:, None]
@@ -187,7 +312,7 @@ def verify_prepare_kernel(
             store_queries(c_ptr + row * QUERY_WORDS, low, high, t >= 0, OUTPUT)
         else:
             top = store_vectors(c_ptr + row * (K * TOKENS), r, OUTPUT, K, KP)
-        tl.store(top_ptr + row * TOKENS + t, top)
+        tl.store(top_ptr + row * TOKENS + t, top * fade)
 
 
 @triton.jit
@@ -467,6 +592,9 @@ def _run(
         "width": width, "HV": hv, "K": n, "LP": lp, "OUTPUT": output,
         "TREE": rows.ancestors is not None,
     }  # fmt: skip
+    solve = bool(chosen.solve) and gate_width == 1 and lp <= 32 and n >= 16
+    room = batch * hk * (lp * lp + TOKENS.value * padded) if solve else 1
+    scratch = torch.empty(room, device=device)
     steps = {
         f"{name}_{of}": stride
         for name, x in (("q", q), ("k", k), ("g", g), ("beta", beta))
@@ -490,6 +618,7 @@ def _run(
         verify_prepare_kernel[(hk, batch)](
             q, k, g, beta, A_log, dt_bias, _rotation_signs(n, device) if config.rotate else top,
             scale=n**-0.5 if scale is None else float(scale), HK=hk, KP=padded, GW=gate_width,
+            LENGTH=length, SOLVE=solve, scratch_ptr=scratch,
             RAW_GATES=weights is not None, NEGATIVE=negative, L2NORM=l2norm, EPS=NORM_EPS,
             ROTATE=config.rotate, MATRIX=matrix, EARLY=start, PART=part,
             num_warps=chosen.prepare_warps, num_stages=1, **common, **steps,
