@@ -621,7 +621,7 @@ def _run(
             LENGTH=length, SOLVE=solve, scratch_ptr=scratch,
             RAW_GATES=weights is not None, NEGATIVE=negative, L2NORM=l2norm, EPS=NORM_EPS,
             ROTATE=config.rotate, MATRIX=matrix, EARLY=start, PART=part,
-            num_warps=chosen.prepare_warps, num_stages=1, **common, **steps,
+            num_warps=1, num_stages=1, **common, **steps,
             **_ring_arguments(views, ("ring_k", "ring_g", "ring_beta", "ring_rk")),
         )  # fmt: skip
         if matrix:
