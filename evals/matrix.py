@@ -115,7 +115,7 @@ TASKS: dict[str, tuple[TaskSpec, ...]] = {
     ),
     "free": (
         TaskSpec(
-            task="write", documents=96, threshold=0.0, settings={"limit": 640, "paragraphs": 2}
+            task="write", documents=96, threshold=0.0, settings={"limit": 512, "paragraphs": 2}
         ),
         TaskSpec(
             task="tally",
