@@ -21,6 +21,15 @@ GRAPHS = {
     "cudagraph_mode": "FULL_DECODE_ONLY",
     "cudagraph_capture_sizes": [1, 2, 4, 8],
 }
+DRAFTS = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 4,
+    },
+    "disable_log_stats": False,
+}
 FAMILIES = {"mamba2": ("nemotron_h", "float32"), "gdn": ("qwen3_5_text", "bfloat16")}
 # a batch of another size may sum in another order: fp32 logits move by less than 2e-3, bf16 ones by
 # the rounding of two logits below 32
@@ -63,6 +72,9 @@ def jobs(folder: Path, family: str, gpu: bool, excerpt: Any, mode: str) -> list[
     alone = {"then": {"alone": {"alone": True, "arrive": [0] * len(asked["prompts"])}}}
     base = {"model": str(folder), "engine": engine, **asked}
     small = engine | {"num_gpu_blocks_override": 10, "max_num_seqs": 8}
+    drafts = engine | DRAFTS
+    if mode == "graphs":  # of one to eight requests with all their drafts
+        drafts |= {"compilation_config": GRAPHS | {"cudagraph_capture_sizes": [4, 8, 16, 32]}}
     rng = random.Random(3)
     many = 400 if gpu else 40
     soak = {
@@ -73,6 +85,7 @@ def jobs(folder: Path, family: str, gpu: bool, excerpt: Any, mode: str) -> list[
     return [
         base | {"name": "stock", "options": None, **alone},
         base | {"name": "fp32", "options": FP32, "poison": True, **alone},
+        base | {"name": "drafts", "options": FP32, "engine": drafts, "poison": True},
         base | {"name": "preempted", "options": FP32, "engine": small, "poison": True},
         base | {"name": "rounded", "options": {"recipe": "auto"}, "poison": True, **alone},
         base | {"name": "soak", "options": {"recipe": "auto"}, "engine": small, **soak},
@@ -122,6 +135,11 @@ def test_requests_in_company_are_plain_vllm(service: dict[str, Any], family: str
 def test_requests_in_company_are_each_alone(service: dict[str, Any], family: str) -> None:
     assert_same(service["fp32"], service["fp32"]["alone"], TIE[family])
     assert service["fp32"]["alone"]["steps"] > 2 * service["fp32"]["steps"]
+
+
+def test_requests_that_draft_are_plain_vllm(service: dict[str, Any], family: str) -> None:
+    assert service["drafts"]["spec"]["accepted_tokens"] > 0
+    assert_same(service["drafts"], service["stock"]["alone"], TIE[family])
 
 
 def test_preempted_requests_are_each_alone(service: dict[str, Any], family: str) -> None:
