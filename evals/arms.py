@@ -48,6 +48,7 @@ class Arm:
     layers: Mapping[int, StateConfig] | None = None
     recipe: str | None = None
     batch_size: int | None = None
+    recipe_digest: str | None = None
 
     @property
     def label(self) -> str:
@@ -158,6 +159,7 @@ class Arm:
             config=None if self.config is None else _plain(self.config),
             layers=layers,
             recipe=self.recipe,
+            recipe_digest=self.recipe_digest,
             digest=self.digest,
             rounds=self.rounds,
             batch_size=self.batch_size or batch_size,
@@ -288,10 +290,9 @@ def recipe_arms(name: str, geometry: ModelGeometry, model_config: Any, model: st
         out.append(arm("shared", whole.per_step_shared()))
     label = resolved.label
     if len(set(layers.values())) == 1 and whole in layers.values():
-        out.append(Arm(f"recipe-{_file(label)}", "candidate", whole, None, label))
-    else:
-        out.append(Arm(f"recipe-{_file(label)}", "candidate", whole, layers, label))
-    return unique(out)
+        layers = {}
+    one = Arm(f"recipe-{_file(label)}", "candidate", whole, layers or None, label)
+    return unique([*out, replace(one, recipe_digest=resolved.digest)])
 
 
 def _file(text: str) -> str:

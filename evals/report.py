@@ -498,6 +498,11 @@ def notes(run: RunRecord) -> list[str]:
     seeds = run.settings.get("seeds", [])
     if any(a.rounds for a in run.arms) and len(seeds) < 3:
         text += " Fewer than three rounding seeds: the spread between seeds is not known."
+    named = dict.fromkeys(
+        f"{a.recipe} ({a.recipe_digest})" for a in run.arms if a.recipe and a.recipe_digest
+    )
+    if named:
+        text += f" Recipes, with the digest of their settings: {', '.join(named)}."
     plain = [m.name for m in run.models if m.chat_template is None]
     if plain and any(t.settings.get("chat") for t in run.tasks):
         asked = ", ".join(t.name for t in run.tasks if t.settings.get("chat"))

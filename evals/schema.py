@@ -74,7 +74,8 @@ class StateBytes(_Record):
 
 class ArmRecord(_Record):
     """One way to store the state. config: StateConfig.to_dict(), the same for every layer, or one
-    for each layer index as text. digest covers the config, not the batch size."""
+    for each layer index as text. digest covers the config, not the batch size; recipe_digest is
+    the one that ``recipe show`` prints."""
 
     name: str
     role: Role
@@ -82,6 +83,7 @@ class ArmRecord(_Record):
     config: dict[str, Any] | None = None
     layers: dict[str, dict[str, Any]] | None = None
     recipe: str | None = None
+    recipe_digest: str | None = None
     digest: str
     rounds: bool
     batch_size: int

@@ -120,6 +120,7 @@ def test_recipe_arms_follow_the_recipe() -> None:
     found = arms.recipe_arms("mamba2", GEOMETRY, config, "some-model")
     chosen = found[-1]
     assert chosen.role == "candidate" and chosen.recipe == "mamba2"
+    assert chosen.record({}, 8).recipe_digest == resolved.digest
     assert set(chosen.configs) == set(resolved.configs(GEOMETRY).values())
     with pytest.raises(ValueError, match="unknown recipe 'mumba2': did you mean 'mamba2'"):
         arms.recipe_arms("mumba2", GEOMETRY, config, "some-model")
