@@ -46,7 +46,8 @@ details{margin:8px 0}summary{cursor:pointer;color:var(--muted);font-size:.87rem}
 summary:focus-visible{outline:2px solid var(--s0)}
 nav a{margin-right:14px;display:inline-block}.plot{overflow-x:auto}a{color:var(--s0)}
 @media(max-width:520px){main{padding:16px 10px 48px}th,td{padding:4px 7px}
-th:first-child{min-width:30vw;max-width:40vw;white-space:normal}figure{padding:10px 8px}figure svg{width:30rem}}
+th:first-child{min-width:30vw;max-width:40vw;white-space:normal}
+figure{padding:10px 8px}figure svg{width:30rem}}
 @media print{details{display:none}}
 """
 )

@@ -314,6 +314,32 @@ def merge(runs: Sequence[RunRecord]) -> RunRecord:
     )
 
 
+def only(run: RunRecord, names: Sequence[str]) -> RunRecord:
+    """The record without what other models say. Raises ValueError for one that it does not have."""
+    known = [m.name for m in run.models]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"merge: no result of model '{name}'; models: {', '.join(known)}")
+    comparisons = [c for c in run.comparisons if c.model in names]
+    asked = {c.task for c in comparisons}
+    arms = []
+    for one in run.arms:
+        sizes = {k: v for k, v in one.bytes.items() if k in names}
+        if sizes:
+            arms.append(one.model_copy(update={"bytes": sizes}))
+    return run.model_copy(
+        update={
+            "models": [m for m in run.models if m.name in names],
+            "tasks": [t for t in run.tasks if t.name in asked],
+            "arms": arms,
+            "units": [u for u in run.units if u.model in names],
+            "comparisons": comparisons,
+            "gates": [g for g in run.gates if g.model in names],
+            "verdict": runner.overall(comparisons),
+        }
+    )
+
+
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m replayssm_quant.evals.matrix",
@@ -321,7 +347,12 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("kind", choices=(*TASKS, "merge"))
     p.add_argument("runs", nargs="*", type=Path, help="merge: result files or folders")
-    p.add_argument("--model", action="append", metavar="NAME|DIR", help="default: the shipped pair")
+    p.add_argument(
+        "--model",
+        action="append",
+        metavar="NAME|DIR",
+        help="default: the shipped pair; of merge: keep these models alone",
+    )
     p.add_argument("--tasks", metavar="A,B", help="only these tasks of the matrix")
     p.add_argument("--arms", metavar="A,B", help="only these arms of the matrix")
     p.add_argument("--device", default="auto")
@@ -349,6 +380,8 @@ def main(argv: list[str] | None = None) -> int:
             if not args.runs:
                 raise ValueError("merge: name the result files or folders to merge")
             record = merge([report.load(r) for r in args.runs])
+            if args.model:
+                record = only(record, args.model)
         else:
             record = measure(make_plan(args, command), args.out, until)
         write_text(args.out / report.RESULTS, report.compact(record))

@@ -26,7 +26,7 @@ from .schema import Comparison, ModelRecord, ResultError, RunRecord, TaskRecord
 
 ROOT = Path(__file__).resolve().parents[1]
 """The checkout: evals/ and recipes/ lie in it, also where they are reached through the package."""
-MATRIX, LONG, LAYERS = "matrix-formats", "matrix-long", "matrix-layers"
+MATRIX, LONG, FREE, LAYERS = "matrix-formats", "matrix-long", "matrix-free", "matrix-layers"
 README_TASK = "count"
 NOTES = {
     LONG: "The larger pair: what `tools/README.md` trains in some minutes, scored eight times "
@@ -35,6 +35,13 @@ NOTES = {
     "shows how divergence grows over a long text and whether it levels off; it cannot show what a "
     "benchmark of a large model loses. Tasks that fp32 itself does not solve at that length are "
     "marked NOT-LEARNED and say nothing about a format's accuracy; their divergence still does.",
+    FREE: "Free-running: every state goes on from its own answers, as a server does. `write` is "
+    "drawn at a temperature of 0.7 with random numbers that belong to the document, so that states "
+    "that agree write the same and a response changes only where a rounded state changed a draw; "
+    "`tally-end` is greedy, and ends where a count would pass 31. Length and ends of the responses "
+    "are the nearest that models of this size come to the length of a reasoning: they show whether "
+    "a state makes a model ramble or stop early, not what that does to answers of thousands of "
+    "tokens. The larger pair is another training run than the long evaluation's.",
     LAYERS: "KLD, nats a token, with one layer alone in a format and every other in fp32. The "
     "larger pair, another training run than the long evaluation's.",
     "default": "What `python -m replayssm_quant.eval` runs, here to set hardware beside hardware.",
@@ -51,10 +58,10 @@ cp out/formats/results.json evals/results/formats-DATE.json
 python -m replayssm_quant.evals.report_publish
 ```
 
-`python -m replayssm_quant.report evals/results --out out` turns the same files into an HTML page
-with every figure. KLD is KL(fp32 || it) in nats at the scored tokens; `fp32 again` is the noise
-floor, fp32 summed in another order. Changes are in points against fp32, with paired 95 % intervals
-over documents. A dash: not measured.
+`python -m replayssm_quant.report evals/results --bench kernels/bench/results --out out` turns the
+same files into an HTML page with every figure. KLD is KL(fp32 || it) in nats at the scored tokens;
+`fp32 again` is the noise floor, fp32 summed in another order. Changes are in points against fp32,
+with paired 95 % intervals over documents. A dash: not measured.
 """
 
 
@@ -135,7 +142,9 @@ def _section(name: str, run: RunRecord) -> list[str]:
                 report.markdown_table(report.OVERVIEW, rows),
                 report.overview_note(run, model),
             ]
-        for task in run.tasks if run.suite != "default" else ():
+        for task in run.tasks:
+            if run.suite == "default" and task.kind == "stream":
+                continue
             tables = report.task_tables(run, model, task)
             if not tables:
                 continue
@@ -153,7 +162,7 @@ def _section(name: str, run: RunRecord) -> list[str]:
 def _settings(run: RunRecord, c: Comparison) -> tuple[object, ...]:
     """What two comparisons must share to be the same measurement."""
     task = next(t for t in run.tasks if t.name == c.task)
-    weights = next(m.weights for m in run.models if m.name == c.model)
+    weights = next((m.weights, m.dtype) for m in run.models if m.name == c.model)
     digest = next(a.digest for a in run.arms if a.name == c.arm)
     settings = json.dumps(task.settings, sort_keys=True)
     return (c.model, weights, c.task, settings, c.documents, digest, tuple(c.seeds))
@@ -215,7 +224,7 @@ AGREEMENT = (
 
 def results_md(runs: Mapping[str, RunRecord]) -> str:
     """The text of RESULTS.md."""
-    order = (MATRIX, LONG)
+    order = (MATRIX, LONG, FREE)
     names = sorted(runs, key=lambda n: order.index(runs[n].suite) if runs[n].suite in order else 9)
     parts = [HEAD.strip()]
     rows = agreement(runs)

@@ -95,6 +95,13 @@ def test_results_are_joined(tiny_mamba2, tiny_gdn, monkeypatch, tmp_path):
     assert len(run.comparisons) == 2 * 3 and all(len(a.bytes) == 2 for a in run.arms)
     labels = [parse_arm(t).label for t in pick.split(",")]
     assert sorted(a.label for a in run.arms[2:]) == sorted(labels)
+    keep = ["merge", str(tmp_path / "c"), "--model", tiny_gdn.name, "--out", str(tmp_path / "d")]
+    assert matrix.main(keep) == 0
+    alone, before = report.load(tmp_path / "d"), report.load(tmp_path / "b")
+    assert alone.comparisons == before.comparisons and alone.models == before.models
+    assert [a.bytes for a in alone.arms] == [a.bytes for a in before.arms]
+    keep[3] = "nobody"
+    assert matrix.main(keep) == 2
     other = report.load(tmp_path / "b")
     other.environment.hardware = "another GPU"
     with pytest.raises(ValueError, match="differ in hardware"):
