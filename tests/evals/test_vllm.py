@@ -167,6 +167,7 @@ def test_where_vllm_shows_requests_their_seeds_carry_the_rounding_seed(
     [
         ("--tasks count", "task count scores given text"),
         ("--tasks tally,text", "task text scores given text"),
+        ("--tasks write", "task write draws with random numbers"),
         ("--suite general", "the suite has no task that generates"),
         ("--vllm-args [1]", "--vllm-args '[1]' is no JSON mapping"),
         ("--vllm-args {", "--vllm-args '{' is no JSON mapping"),
