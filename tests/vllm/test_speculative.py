@@ -183,3 +183,58 @@ def test_preempted_requests_draft_on(found: dict[str, Any], family: str) -> None
     for name in ("preempted", "preempted-chunks"):
         assert found[name]["preempted"] > 0 and found[name]["spec"]["accepted_tokens"] > 0, name
         assert_same(found[name], found["long"], 0.0)
+
+
+@pytest.fixture(scope="module")
+def steps(
+    family: str, run_worker: Any, tiny_models: dict[str, Path], excerpt: Any
+) -> list[dict[str, Any]]:
+    """Steps of two requests and a third, in rows as a captured graph of four of them has them."""
+    model, dtype = FAMILIES[family]
+    job = jobs(tiny_models[model], dtype, excerpt)[1]
+    pad = {"blocks": [1, 2, 3, 0], "prompts": [False] * 4, "drafts": [3, 3, 3, -1]}
+    asked = [
+        {"lengths": [5, 7, 6], "tokens": [5, 7, 6], "blocks": [1, 2, 3], "prompts": [True] * 3}
+        | {"drafts": [-1] * 3},
+        pad | {"lengths": [4, 4, 4, 0], "tokens": [9, 11, 10, 0], "padded": 16},
+        # one, four and two tokens were kept
+        pad
+        | {"lengths": [4, 4, 4, 0], "tokens": [10, 15, 12, 0], "padded": 16}
+        | {"moved": [5, 6, 7, 0]},
+        {"lengths": [4, 1, 2], "tokens": [11, 16, 12], "blocks": [1, 2, 3], "drafts": [3, 0, 1]}
+        | {"prompts": [False] * 3},
+        # a row that verifies beside a prompt of a request that takes over block 3
+        {"lengths": [4, 4, 6], "tokens": [12, 20, 6], "blocks": [1, 2, 3], "drafts": [3, 3, -1]}
+        | {"prompts": [False, False, True]},
+        {"lengths": [4, 4], "tokens": [4, 4], "blocks": [0, 0], "drafts": [3, 3]}
+        | {"prompts": [False] * 2, "capture": True},
+    ]
+    return run_worker(job | {"options": FP32 | {"buffer_len": 3}, "steps": asked})
+
+
+def test_padded_rows_of_a_graph_are_planned_in_place(steps: list[dict[str, Any]]) -> None:
+    first, second, third, ragged, beside, capture = steps
+    assert first["verify"] is None and first["prefill"] == [[1, 2, 3], [0, 0, 0], [0, 0, 0]]
+    for step in (second["verify"], third["verify"]):
+        assert step["slots"] == [1, 2, 3, -1] and step["count"] == [4, 4, 4, 0]
+        assert step["starts"] == [0, 4, 8, 12, 12] and step["width"] == 4
+        assert not step["ragged"]
+    assert second["verify"]["valid"] == [0, 0, 0, 0]
+    assert third["verify"]["valid"] == [1, 4, 2, 0] and third["verify"]["shift"] == [1, 4, 2, 1]
+    # L = 3: the second request has four committed tokens to fold
+    assert third["verify"]["flush"] == [False, True, False, False]
+    assert third["verify"]["fold_slots"] == [-1, 2, -1, -1]
+    assert second["verify"]["addresses"] == third["verify"]["addresses"]
+    assert capture["verify"]["addresses"] == second["verify"]["addresses"]
+    assert capture["verify"]["slots"] == [-1, -1] and capture["verify"]["width"] == 4
+    moved = third["moved"]
+    assert moved["slots"] == [5, 6, 7, -1] and moved["fold_slots"] == [-1, 6, -1, -1]
+    assert [moved[n] for n in ("valid", "starts", "shift")] == [
+        third["verify"][n] for n in ("valid", "starts", "shift")
+    ]
+    assert ragged["verify"]["ragged"] and ragged["verify"]["count"] == [4, 1, 2]
+    assert ragged["verify"]["valid"] == [2, 4, 4] and ragged["verify"]["shift"] == [1, 4, 2]
+    assert ragged["verify"]["flush"] == [False, True, True]
+    assert beside["verify"]["slots"] == [1, 2] and beside["verify"]["valid"] == [3, 1]
+    assert beside["verify"]["flush"] == [True, False]
+    assert beside["prefill"][0] == [3] and beside["prefill"][2] == [0]

@@ -215,6 +215,74 @@ def ngram_acceptance(job: dict[str, Any]) -> dict[str, int]:
     return found
 
 
+def staged(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a builder plans for steps as a captured graph would replay them, one after the other.
+
+    A step: lengths of its rows, tokens of each with them, blocks, which rows are prompts, and the
+    drafts of each (-1: none are looked for); rows of length 0 are padding. ``moved`` puts the step
+    into other blocks, as another KV-cache group has them.
+    """
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    llm = make(job)
+    core = llm.llm_engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    builders = (g.get_metadata_builder(0) for groups in runner.attn_groups for g in groups)
+    builder = next(b for b in builders if hasattr(b, "planner"))
+    builder.use_full_cuda_graph = True
+    builder.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
+
+    def ints(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    def seen(step: Any) -> dict[str, Any]:
+        rows = {
+            n: getattr(step.rows, n) for n in ("slots", "fold_slots", "valid", "flush", "count")
+        }
+        vectors = rows | {"starts": step.starts, "shift": step.shift}
+        found = {name: v.tolist() for name, v in vectors.items()}
+        found["addresses"] = [v.data_ptr() for v in vectors.values()]
+        return found | {"width": step.width, "ragged": step.gather is not None}
+
+    results = []
+    for asked in job["steps"]:
+        starts, lens = ints([0, *asked["lengths"]]).cumsum(0).to(torch.int32), ints(asked["tokens"])
+        common = CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts.clone(),
+            seq_lens=lens,
+            seq_lens_cpu_upper_bound=lens.clone(),
+            num_reqs=len(lens),
+            num_actual_tokens=asked.get("padded", int(starts[-1])),
+            max_query_len=max(asked["lengths"]),
+            max_seq_len=max(asked["tokens"]),
+            block_table_tensor=ints(asked["blocks"])[:, None],
+            slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64),
+            is_prefilling=torch.tensor(asked["prompts"]),
+        )
+        if asked.get("capture"):
+            md = builder.build_for_cudagraph_capture(common)
+        else:
+            md = builder.build(
+                0,
+                common,
+                num_accepted_tokens=torch.ones_like(lens),
+                num_decode_draft_tokens_cpu=ints(asked["drafts"]),
+            )
+        result: dict[str, Any] = {"verify": None if md.verify is None else seen(md.verify)}
+        if md.prefill_rows is not None:
+            rows = md.prefill_rows
+            result["prefill"] = [rows.slots.tolist(), rows.valid.tolist(), md.roll.tolist()]
+        if "moved" in asked:
+            table = ints(asked["moved"])[:, None]
+            result["moved"] = seen(
+                builder.update_block_table(md, table, common.slot_mapping).verify
+            )
+        results.append(result)
+    return results
+
+
 def signatures() -> dict[str, Any]:
     """Overridden methods that vLLM lacks, or whose parameters ours cannot take."""
     from vllm.version import __version__
@@ -277,7 +345,8 @@ def main() -> None:
         return
     asked = json.loads(job.read_text())
     if isinstance(asked, dict):
-        out.write_text(json.dumps(ngram_acceptance(asked)))
+        found = staged(asked) if "steps" in asked else ngram_acceptance(asked)
+        out.write_text(json.dumps(found))
         return
     log: dict[str, Any] = {}
     watch(log)
