@@ -338,6 +338,7 @@ def takes_matrix(
     assert ring is not None
     return (
         matrix_path(PTX.value, n, output) != ""
+        and n == 128
         and rows % 16 == 0
         and ring.dtype == inputs.dtype == torch.bfloat16
         and aligned(inputs)
