@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from ...formats.spec import Format
+from .planes import PTX
 from .readout import half_pair
 
 TOP2 = tl.constexpr(16256.0)  # 127 * 128: two digits, the upper one at most 127
@@ -207,6 +208,82 @@ def store_queries(c_ptr, low, high, ok, OUTPUT: tl.constexpr):
                 k = d * 8 + 2 * (column % 4) + s
                 at = k * 32 + token[:, None] * 4 + column // 4
                 tl.store(c_ptr + at, word, mask=ok[:, None])
+
+
+@triton.constexpr_function
+def _query_asm(elem):
+    """(instructions, constraints): a query of 128, four neighbours a lane ($4..$7), to the words
+    that ``store_query`` stores ($0..$3)."""
+    out = ["{ .reg .pred p; .reg .b32 l, b, s, t, u<4>; .reg .f32 f; mov.u32 l, %laneid;"]
+    if elem != "int8":  # each with its partner, half the query or a plane away
+        apart = 4 if elem == "e4m3" else 16
+        for i in range(4):
+            out.append(f"shfl.sync.bfly.b32 f, ${4 + i}, {apart}, 31, -1;")
+            out.append(f"cvt.rn.f16x2.f32 ${i}, f, ${4 + i};")
+    else:
+        for i in range(4):
+            out.append(f"fma.rn.f32 f, ${4 + i}, 0f467E0000, 0f3F000000;")  # * 16256 + 0.5
+            out.append(f"cvt.rmi.s32.f32 u{i}, f;")
+        for digit in range(2):
+            for i in range(4):
+                if digit == 0:
+                    out.append(f"add.s32 t, u{i}, 64; shr.s32 ${i}, t, 7;")
+                    out.append(f"shl.b32 t, ${i}, 7; sub.s32 u{i}, u{i}, t;")
+            part = [f"${i}" if digit == 0 else f"u{i}" for i in range(4)]
+            word = "b" if digit == 0 else "s"
+            out.append(f"prmt.b32 t, {part[0]}, {part[1]}, 0x0040;")
+            out.append(f"prmt.b32 {word}, {part[2]}, {part[3]}, 0x0040;")
+            out.append(f"prmt.b32 {word}, t, {word}, 0x5410;")
+        # four planes of a column in a word: bytes change places between four lanes, in two steps
+        for apart, even, odd in ((4, "0x6240", "0x3715"), (8, "0x5410", "0x3276")):
+            out.append(f"and.b32 t, l, {apart}; setp.ne.u32 p, t, 0;")
+            out.append(f"selp.b32 u0, {odd}, {even}, p;")
+            for word in "bs":
+                out.append(f"shfl.sync.bfly.b32 t, {word}, {apart}, 31, -1;")
+                out.append(f"prmt.b32 {word}, {word}, t, u0;")
+        out.append("mov.b32 $0, b; mov.b32 $1, s; mov.b32 $2, 0; mov.b32 $3, 0;")
+    return " ".join([*out, "}"]), ",".join(["=&r"] * 4 + ["f"] * 4)
+
+
+@triton.jit
+def store_words(c_ptr, word, t, OUTPUT: tl.constexpr):
+    """The words [1, 128] that ``_query_asm`` makes of token t to their places."""
+    ELEM: tl.constexpr = OUTPUT[0]
+    n = tl.arange(0, 128)[None, :]
+    plane, q, j = n // 16, n % 16 // 4, n % 4
+    if ELEM == "int8":
+        k = j * 8 + 2 * (plane % 4) + plane // 4
+        mine = j < 2
+    elif ELEM == "e4m3":
+        k = (plane // 4 * 4 + j) * 2 + plane % 4 // 2
+        mine = plane % 2 == 0
+    else:
+        k = j * 4 + plane
+        mine = n < 64
+    tl.store(c_ptr + k * 32 + t * 4 + q, word, mask=mine)
+
+
+@triton.jit
+def store_query(c_ptr, x, t, OUTPUT: tl.constexpr):
+    """``store_queries`` of token t alone: x fp32 [1, 128], of largest magnitude one.
+
+    The program is one warp and a lane holds four neighbours of x, as loads of four elements leave
+    them.
+    """
+    if PTX:
+        ASM: tl.constexpr = _query_asm(OUTPUT[0])
+        word = tl.inline_asm_elementwise(ASM[0], ASM[1], [x], dtype=tl.int32, is_pure=True, pack=4)
+        store_words(c_ptr, word, t, OUTPUT)
+    else:
+        low, high = tl.split(tl.permute(tl.reshape(x, [1, 2, 64]), (0, 2, 1)))
+        store_queries(c_ptr + t * 4, low, high, tl.arange(0, 1) >= 0, OUTPUT)
+
+
+@triton.jit
+def zero_queries(c_ptr, first):
+    """Zeros as the queries of tokens from ``first`` on."""
+    at = tl.arange(0, 512)
+    tl.store(c_ptr + at, tl.zeros([512], tl.int32), mask=at // 4 % 8 >= first)
 
 
 @triton.jit

@@ -38,6 +38,7 @@ from ..common.verify import (
     fold_and_read,
     in_part,
     query_scratch,
+    rotation_signs,
     row_strided,
     seen_dot,
     sees,
@@ -62,11 +63,13 @@ from ..common.verify_matrix import (
     seen_words,
     store_outputs,
     store_queries,
+    store_query,
     weight_terms,
     zero_outputs,
+    zero_queries,
 )
 from .reference import NORM_EPS
-from .triton_ops import _ring_arguments, _rotation_signs, _sizes, decode_packed, decode_step
+from .triton_ops import _ring_arguments, _sizes, decode_packed, decode_step
 from .triton_ops import _run as step
 from .verify_reference import check_verify
 
@@ -89,7 +92,7 @@ def _products(a, b):
 
 @triton.jit
 def _walk(
-    r, k, rk, g, beta, paths, base, count, ring_k, ring_rk, ring_g, ring_beta, weight, n,
+    r, k, g, beta, paths, base, count, ring_k, ring_rk, ring_g, ring_beta, weight, n,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, LP: tl.constexpr, GW: tl.constexpr,
 ):  # fmt: skip
     """The queries r [T, KP] pushed back entry by entry, newest first: for a gate a key channel, or
@@ -125,36 +128,55 @@ def _walk(
 
 
 @triton.jit
-def _solve_paths(
-    q, keys, start, products, base, count, masks_ptr, rate_of_keys, strange, g_own, beta_own,
-    ring_g, ring_beta, weight,
-    HV: tl.constexpr, KP: tl.constexpr, LP: tl.constexpr, LENGTH: tl.constexpr,
-    TREE: tl.constexpr,
+def _store_all(
+    r, fade, c_ptr, top_ptr, row, sign_ptr,
+    K: tl.constexpr, KP: tl.constexpr, ROTATE: tl.constexpr, OUTPUT: tl.constexpr,
+    MATRIX: tl.constexpr,
 ):  # fmt: skip
-    """The queries of all tokens pushed back at once, for one gate a head (``prepare``): vectors
-    [T, KP] and what each is still to be multiplied with [T]; the weights go to ``weight``.
+    """Queries r [T, KP] and their largest magnitudes, times ``fade``, to where reads want them."""
+    t = tl.arange(0, TOKENS)
+    if ROTATE:
+        r = rotate_rows(r, sign_ptr, TOKENS, K, KP)
+    if MATRIX:
+        top = tl.max(tl.abs(r), 1)
+        r = r * (1.0 / tl.where(top > 0, top, 1.0))[:, None]
+        low, high = tl.split(tl.permute(tl.reshape(r, [TOKENS, 2, 64]), (0, 2, 1)))
+        store_queries(c_ptr + row * QUERY_WORDS, low, high, t >= 0, OUTPUT)
+    else:
+        top = store_vectors(c_ptr + row * (K * TOKENS), r, OUTPUT, K, KP)
+    tl.store(top_ptr + row * TOKENS + t, top * fade)
 
-    Entry i of the window (committed, then the step's own) has a raw key k_i; with e_i = b_i /
+
+@triton.jit
+def _solve_paths(
+    keys, start, products, strange, base, count, masks_ptr, rate_of_keys, ring_g, ring_beta, weight,
+    HV: tl.constexpr, LP: tl.constexpr, LENGTH: tl.constexpr, TREE: tl.constexpr,
+):  # fmt: skip
+    """The queries of all tokens pushed back at once, for one gate a head (``prepare``): what is to
+    be taken from them [T, KP], and what the rest is then multiplied with [T]; the weights go to
+    ``weight``.
+
+    Entry i of the ring (committed, then the step's own) has a raw key k_i; with e_i = b_i /
     |k_i|^2 t_i of the entries that a token sees, t_i = k_i . q - sum_(j > i) (k_i . k_j) e_j, w_i =
     e^(G_t - G_i) |k_i| e_i and r = e^(G_t) (q - sum_i e_i k_i). start: k . q [T, LP]; products:
     pointer to k_i . k_j [LP, LP], zero unless j < i; keys [LP, KP]; rate_of_keys [LP]: 1 / |k|.
-    strange [T]: a draft that is not finite, with a key taken as zero; what sees it becomes NaN.
+    strange [LP]: a draft that is not finite, with a key taken as zero; what sees it becomes NaN.
     """
     t, entry = tl.arange(0, TOKENS), tl.arange(0, LP)
     new = entry - base
-    own = (new >= 0) & (new < count)
+    used = new < count
     old = entry < base
     path_bits = (2 << t) - 1
     if TREE:
         path_bits = tl.load(masks_ptr + t, mask=t < count, other=0)
-    bit = (path_bits[:, None] >> tl.where(own, new, 0)[None, :]) & 1
-    seen = (old[None, :] | (own[None, :] & (bit != 0))) & (t < count)[:, None]
-    is_own = (new[None, :] == t[:, None]) & own[None, :]
-    beta = tl.load(ring_beta + entry * HV, mask=old, other=0.0)
-    strange = strange | ((t < count) & ((beta_own - beta_own) != 0))
-    beta += tl.sum(tl.where(is_own, tl.where(strange, 0.0, beta_own)[:, None], 0.0), 0)
+    bit = (path_bits[:, None] >> tl.where(used & (new > 0), new, 0)[None, :]) & 1
+    seen = (old[None, :] | (used[None, :] & (bit != 0))) & (t < count)[:, None]
+    beta = tl.load(ring_beta + entry * HV, mask=used, other=0.0)
+    strange = strange | ((beta - beta) != 0)
+    beta = tl.where(strange, 0.0, beta)
+    g = tl.load(ring_g + entry * HV, mask=used, other=0.0)
     later = tl.load(ring_g + (entry + 1) * HV, mask=entry + 1 < base, other=0.0)
-    whole = tl.sum(tl.load(ring_g + entry * HV, mask=old, other=0.0), 0)
+    whole = tl.sum(tl.where(old, g, 0.0), 0)
     after = tl.cumsum(later, 0, reverse=True)
     rate = (beta * rate_of_keys * rate_of_keys)[None, :]
     x = tl.where(seen, start, 0.0)
@@ -164,18 +186,18 @@ def _solve_paths(
         x = x - row * tl.gather(x, tl.full([TOKENS, LP], i, tl.int32), 1)
         if TREE:  # of a chain, nothing unseen comes before what is seen
             x = tl.where(seen, x, 0.0)
-    e = rate * x
-    g_own = tl.where(t < count, g_own, 0.0)
-    sees_own = (path_bits[:, None] >> t[None, :]) & 1  # [token, token of its path]
-    path = tl.sum(tl.where(sees_own != 0, g_own[None, :], 0.0), 1)
+    # decays from the last committed entry to each token, and to each entry of the step
+    mine = seen & (old == 0)[None, :]
+    path = tl.sum(tl.where(mine, g[None, :], 0.0), 1)
+    is_own = (new[None, :] == t[:, None]) & used[None, :]
     path_of = tl.sum(tl.where(is_own, path[:, None], 0.0), 0)
     gap = tl.where(seen, path[:, None] + tl.where(old, after, -path_of)[None, :], 0.0)
     w = tl.where(seen, tl.exp(gap) * (beta * rate_of_keys)[None, :] * x, 0.0)
-    at = weight + t[:, None] * (LP + TOKENS) + tl.where(own, LP + new, entry)[None, :]
-    tl.store(at, w, mask=(old | own)[None, :] & (t >= 0)[:, None])
-    moved = window_dot(tl.trans(keys), tl.trans(e))
-    reached = tl.sum(tl.where((sees_own != 0) & strange[None, :], 1, 0), 1) != 0
-    return q - tl.trans(moved), tl.where(reached, float("nan"), tl.exp(path + whole))
+    at = weight + t[:, None] * (LP + TOKENS) + tl.where(old, entry, LP + new)[None, :]
+    tl.store(at, w, mask=used[None, :] & (t >= 0)[:, None])
+    moved = window_dot(tl.trans(keys), tl.trans(rate * x))
+    reached = tl.sum(tl.where(seen & strange[None, :], 1, 0), 1) != 0
+    return tl.trans(moved), tl.where(reached, float("nan"), tl.exp(path + whole))
 
 
 @triton.jit
@@ -185,7 +207,7 @@ def verify_prepare_kernel(
     ring_k_ptr, ring_g_ptr, ring_beta_ptr, ring_rk_ptr,
     slot_ptr, valid_ptr, flush_ptr, count_ptr, ancestors_ptr,  # [b]; ancestors [b, T]
     c_ptr, top_ptr, w_ptr,  # queries of [b, HV], fp32 [b, HV, T], fp32 [b, HV, T, LP + T]
-    scratch_ptr,  # SOLVE: fp32 [b, HK, LP LP + T KP]
+    scratch_ptr,  # SOLVE: fp32 [b, HK, LP LP + T KP + 3 T]
     q_stride, q_token, k_stride, k_token, g_stride, g_token, beta_stride, beta_token,
     ring_k_stride, ring_g_stride, ring_beta_stride, ring_rk_stride,
     scale, width,
@@ -225,40 +247,11 @@ def verify_prepare_kernel(
     tl.store(ring_k + (base + t)[:, None] * (HK * K) + n[None, :], k, mask=ok)
     k = k.to(tl.float32)
     squares = tl.sum(k * k, 1)
+    rk = tl.full([TOKENS], 1.0, tl.float32)
     if L2NORM:
         rk = tl.rsqrt(squares + EPS)
-        k = k * rk[:, None]
         q_scale = q_scale * tl.rsqrt(tl.sum(q * q, 1) + EPS)
-    else:
-        rk = tl.full([TOKENS], 1.0, tl.float32)
-    q = q * q_scale[:, None]
     tl.store(ring_rk + (base + t) * HK, rk, mask=t_ok)
-    scratch = scratch_ptr + (i_b * HK + i_k) * (LP * LP + TOKENS * KP)
-    if SOLVE:
-        entry = tl.arange(0, LP)
-        new = entry - base
-        own = (new >= 0) & (new < count)
-        is_own = (new[None, :] == t[:, None]) & own[None, :]
-        strange_own = t_ok & ((squares - squares) != 0)  # a key that is taken as zero
-        strange = tl.sum((is_own & strange_own[:, None]).to(tl.int32), 0) != 0
-        key = ring_k + entry[:, None] * (HK * K) + n[None, :]
-        k_in = k_ptr + i_b * k_stride + new[:, None] * k_token + i_k * K + n[None, :]
-        if k_ptr.dtype == ring_k_ptr.dtype:
-            inside = ((entry < base) | (own & (strange == 0)))[:, None] & n_ok
-            keys = tl.load(tl.where(own[:, None], k_in, key), mask=inside, other=0.0)
-        else:
-            keys = tl.load(key, mask=(entry < base)[:, None] & n_ok, other=0.0)
-            inside = (own & (strange == 0))[:, None] & n_ok
-            k_in = tl.load(k_in, mask=inside, other=0.0).to(keys.dtype)
-            keys = tl.where(own[:, None], k_in, keys)
-        rate_of_keys = tl.load(ring_rk + entry * HK, mask=entry < base, other=0.0)
-        finite = tl.where(strange_own, 0.0, rk)
-        rate_of_keys += tl.sum(tl.where(is_own, finite[:, None], 0.0), 0)
-        products = scratch
-        gram = tl.where(entry[None, :] < entry[:, None], _products(keys, keys), 0.0)
-        tl.store(products + entry[:, None] * LP + entry[None, :], gram)
-        start = tl.trans(_products(keys, q_raw)) * q_scale[:, None]
-        tl.debug_barrier()  # other lanes read what this program has just written
     PER: tl.constexpr = HV // HK
     for h in range(PER):
         head = i_k * PER + h
@@ -280,39 +273,65 @@ def verify_prepare_kernel(
         ring_beta = ring_beta_ptr + slot * ring_beta_stride + head
         tl.store(ring_g + (base + t)[:, None] * (HV * GW), g, mask=g_ok)
         tl.store(ring_beta + (base + t) * HV, beta, mask=t_ok)
-
-        row = i_b * HV + head
-        weight = w_ptr + (row * TOKENS + t) * (LP + TOKENS)
-        if SOLVE:
-            r, fade = _solve_paths(
-                q, keys, start, products, base, count, ancestors_ptr + i_b * width,
-                rate_of_keys, strange_own, tl.reshape(g, [TOKENS]), beta,
-                ring_g_ptr + slot * ring_g_stride + head,
-                ring_beta_ptr + slot * ring_beta_stride + head,
-                w_ptr + row * (TOKENS * (LP + TOKENS)), HV, KP, LP, LENGTH, TREE,
-            )  # fmt: skip
-        else:
+        if not SOLVE:
+            row = i_b * HV + head
             r = _walk(
-                q, k, rk, g, beta, paths, base, count, ring_k, ring_rk,
-                ring_g, ring_beta, weight, n, HK, HV, K, LP, GW,
+                q * q_scale[:, None], k * rk[:, None], g, beta, paths, base, count,
+                ring_k, ring_rk, ring_g, ring_beta,
+                w_ptr + (row * TOKENS + t) * (LP + TOKENS), n, HK, HV, K, LP, GW,
             )  # fmt: skip
-            fade = tl.full([TOKENS], 1.0, tl.float32)
-        if ROTATE:
-            if SOLVE:  # to where ``rotate_rows`` wants it
-                turned = scratch + LP * LP + t[:, None] * KP + n[None, :]
+            _store_all(r, 1.0, c_ptr, top_ptr, row, sign_ptr, K, KP, ROTATE, OUTPUT, MATRIX)
+    if SOLVE:
+        scratch = scratch_ptr + (i_b * HK + i_k) * (LP * LP + TOKENS * (KP + 3))
+        of_tokens = scratch + LP * LP + TOKENS * KP
+        tl.store(of_tokens + t, squares)
+        tl.store(of_tokens + TOKENS + t, q_scale)
+        tl.debug_barrier()  # other lanes read what this program has just written, here and below
+        entry = tl.arange(0, LP)
+        new = entry - base
+        used = new < count
+        squares = tl.load(of_tokens + new, mask=used & (new >= 0), other=0.0)
+        strange = (squares - squares) != 0  # keys that are taken as zero
+        keys = tl.load(
+            ring_k + entry[:, None] * (HK * K) + n[None, :],
+            mask=(used & (strange == 0))[:, None] & n_ok, other=0.0,
+        )  # fmt: skip
+        rate_of_keys = tl.load(ring_rk + entry * HK, mask=used & (strange == 0), other=0.0)
+        gram = tl.where(entry[None, :] < entry[:, None], _products(keys, keys), 0.0)
+        tl.store(scratch + entry[:, None] * LP + entry[None, :], gram)
+        start = tl.trans(_products(keys, q_raw)) * q_scale[:, None]
+        for h in range(PER):
+            head = i_k * PER + h
+            row = i_b * HV + head
+            tl.debug_barrier()
+            moved, fade = _solve_paths(
+                keys, start, scratch, strange, base, count, ancestors_ptr + i_b * width,
+                rate_of_keys, ring_g_ptr + slot * ring_g_stride + head,
+                ring_beta_ptr + slot * ring_beta_stride + head,
+                w_ptr + row * (TOKENS * (LP + TOKENS)), HV, LP, LENGTH, TREE,
+            )  # fmt: skip
+            if MATRIX:  # token by token, four neighbours a lane
+                tl.store(scratch + LP * LP + t[:, None] * KP + n[None, :], moved)
+                tl.store(of_tokens + 2 * TOKENS + t, fade)
                 tl.debug_barrier()
-                tl.store(turned, r)
-                tl.debug_barrier()
-                r = tl.load(turned)
-            r = rotate_rows(r, sign_ptr, TOKENS, K, KP, SOLVE)
-        if MATRIX:
-            top = tl.max(tl.abs(r), 1)
-            r = r * (1.0 / tl.where(top > 0, top, 1.0))[:, None]
-            low, high = tl.split(tl.permute(tl.reshape(r, [TOKENS, 2, 64]), (0, 2, 1)))
-            store_queries(c_ptr + row * QUERY_WORDS, low, high, t >= 0, OUTPUT)
-        else:
-            top = store_vectors(c_ptr + row * (K * TOKENS), r, OUTPUT, K, KP)
-        tl.store(top_ptr + row * TOKENS + t, top * fade)
+                m = tl.multiple_of(tl.arange(0, KP), 4)[None, :]
+                for i in range(count):
+                    x = q_ptr + i_b * q_stride + i * q_token + i_k * K + m
+                    x = tl.load(x).to(tl.float32)
+                    x = x * tl.load(of_tokens + TOKENS + i)
+                    x = x - tl.load(scratch + LP * LP + i * KP + m)
+                    if ROTATE:
+                        x = rotate_rows(x, sign_ptr, 1, K, KP, True)
+                    top = tl.max(tl.max(tl.abs(x), 1), 0)
+                    x = x * (1.0 / tl.where(top > 0, top, 1.0))
+                    store_query(c_ptr + row * QUERY_WORDS, x, i, OUTPUT)
+                    rest = tl.load(of_tokens + 2 * TOKENS + i)
+                    tl.store(top_ptr + row * TOKENS + i, top * rest)
+                zero_queries(c_ptr + row * QUERY_WORDS, count)
+                tl.store(top_ptr + row * TOKENS + t, 0.0, mask=t >= count)
+            else:
+                r = q_raw.to(tl.float32) * q_scale[:, None] - moved
+                _store_all(r, fade, c_ptr, top_ptr, row, sign_ptr, K, KP, ROTATE, OUTPUT, MATRIX)
 
 
 @triton.jit
@@ -593,7 +612,7 @@ def _run(
         "TREE": rows.ancestors is not None,
     }  # fmt: skip
     solve = bool(chosen.solve) and gate_width == 1 and lp <= 32 and n >= 16
-    room = batch * hk * (lp * lp + TOKENS.value * padded) if solve else 1
+    room = batch * hk * (lp * lp + TOKENS.value * (padded + 3)) if solve else 1
     scratch = torch.empty(room, device=device)
     steps = {
         f"{name}_{of}": stride
@@ -616,7 +635,7 @@ def _run(
 
     def read(part: int) -> None:
         verify_prepare_kernel[(hk, batch)](
-            q, k, g, beta, A_log, dt_bias, _rotation_signs(n, device) if config.rotate else top,
+            q, k, g, beta, A_log, dt_bias, rotation_signs(n, device) if config.rotate else top,
             scale=n**-0.5 if scale is None else float(scale), HK=hk, KP=padded, GW=gate_width,
             LENGTH=length, SOLVE=solve, scratch_ptr=scratch,
             RAW_GATES=weights is not None, NEGATIVE=negative, L2NORM=l2norm, EPS=NORM_EPS,

@@ -463,6 +463,44 @@ def test_blocks_of_rows_change_nothing(kind: str, device: torch.device, monkeypa
     assert torch.equal(found[0][1], found[1][1])
 
 
+class Caught:
+    """Stands in for a kernel: keeps what a launch gave it."""
+
+    def __getitem__(self, grid: object):
+        return self.launch
+
+    def launch(self, *args: object, **kwargs: object) -> None:
+        self.given = kwargs
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+def test_queries_for_matrix_units(small, rotate: bool, device: torch.device, monkeypatch) -> None:
+    """What is prepared for matrix units is what is prepared for other reads, in another order."""
+    from replayssm_quant.kernels.gdn import verify as gdn
+    from replayssm_quant.kernels.mamba2 import verify as mamba2
+
+    module = mamba2 if small.kind == "mamba2" else gdn
+    layer = Layer(small, flags("P4+8", rotate=rotate, buffer_len=4), device, batch=2)
+    layer.step([4, 3], [3, 2], 4)
+    layer.pool.commit(layer.slots, layer.accepted)
+    rows = layer.pool.verify_rows(layer.slots, torch.tensor([4, 2], device=device))
+    inputs, pages, given = layer.inputs(rows.count, 4), layer.pool.pages[0], []
+    for matrix, name in ((False, "verify_kernel"), (True, "verify_matrix_kernel")):
+        caught = Caught()
+        monkeypatch.setattr(module, name, caught)
+        monkeypatch.setattr(module, "takes_matrix", lambda *_, m=matrix: m)
+        layer.call(layer.pool.layouts[0].views(pages.clone()), rows, inputs, False)
+        given.append(caught.given)
+    plain, words = (g["c_ptr"] for g in given)
+    halves = words.cpu().view(torch.float16).unflatten(-1, (4, 4, 8, 4, 2))  # j, plane, t, q, half
+    wide = halves.permute(0, 1, 6, 3, 5, 2, 4).flatten(2, 5)
+    live = torch.arange(8) < torch.tensor([4, 2])[:, None, None, None]
+    torch.testing.assert_close(wide.float() * live, plain.cpu().float() * live, rtol=0, atol=1e-3)
+    assert not wide[~live.expand_as(wide)].any()
+    for key in ("dots_ptr", "head_ptr") if small.kind == "mamba2" else ("top_ptr",):
+        torch.testing.assert_close(given[0][key], given[1][key], rtol=1e-5, atol=1e-5)
+
+
 def test_packed_gdn_inputs(device: torch.device) -> None:
     """q, k, v in one buffer and raw gates: the same step as with separate tensors."""
     from replayssm_quant.kernels.gdn.reference import gates

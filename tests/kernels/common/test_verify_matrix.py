@@ -81,11 +81,12 @@ def multiply(name: str, d: list, a: list, b: list) -> list:
     return out
 
 
-def permute(a: np.ndarray, b: np.ndarray, selector: int) -> np.ndarray:
+def permute(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
     pool = np.concatenate(
         [np.ascontiguousarray(t).view(np.uint8).reshape(-1, 4) for t in (a, b)], 1
     )
-    picked = [pool[:, selector >> (4 * i) & 7].astype(WORD) << WORD(8 * i) for i in range(4)]
+    at = [(selector >> WORD(4 * i) & WORD(7)).astype(int) for i in range(4)]
+    picked = [pool[LANE, at[i]].astype(WORD) << WORD(8 * i) for i in range(4)]
     return picked[0] | picked[1] | picked[2] | picked[3]
 
 
@@ -95,10 +96,12 @@ def emulate(text: str, regs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     regs = dict(regs)
 
     def value(name: str) -> np.ndarray:
+        if name == "%laneid":
+            return LANE.astype(WORD)
         if name.startswith("0f"):
             return np.full(32, int(name[2:], 16), WORD)
-        if name[0].isdigit():
-            return np.full(32, int(name, 0), WORD)
+        if name[0].isdigit() or name == "-1":
+            return np.full(32, int(name, 0) & 0xFFFFFFFF, WORD)
         return regs[name]
 
     for line in text.strip("{} ").split(";"):
@@ -118,7 +121,7 @@ def emulate(text: str, regs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             continue
         v = [value(t) for t in args[1:]]
         f = [t.view(np.float32) for t in v]
-        if name in ("mov.b32", "mov.f32"):
+        if name in ("mov.b32", "mov.f32", "mov.u32"):
             out = v[0].copy()
         elif name in ("shl.b32", "shr.u32"):
             out = v[0] << v[1] if name == "shl.b32" else v[0] >> v[1]
@@ -128,7 +131,23 @@ def emulate(text: str, regs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             assert args[4] == "0xEA"
             out = (v[0] & v[1]) | v[2]
         elif name == "prmt.b32":
-            out = permute(v[0], v[1], int(args[3], 0))
+            out = permute(v[0], v[1], v[2])
+        elif name == "shr.s32":
+            out = (v[0].view(np.int32) >> v[1].view(np.int32)).view(WORD)
+        elif name in ("add.s32", "sub.s32"):
+            out = v[0] + v[1] if name == "add.s32" else v[0] - v[1]
+        elif name == "setp.ne.u32":
+            out = (v[0] != v[1]).astype(WORD)
+        elif name == "selp.b32":
+            out = np.where(v[2] != 0, v[0], v[1])
+        elif name == "shfl.sync.bfly.b32":
+            out = v[0][LANE ^ int(v[1][0])]
+        elif name == "fma.rn.f32":
+            out = (f[0].astype(np.float64) * f[1] + f[2]).astype(np.float32).view(WORD)
+        elif name == "cvt.rmi.s32.f32":
+            out = np.floor(f[0]).astype(np.int32).view(WORD)
+        elif name == "cvt.rn.f16x2.f32":
+            out = from_halves(np.stack([f[1], f[0]], 1))
         elif name == "mul.rn.f16x2":
             out = from_halves(halves(v[0]).astype(np.float64) * halves(v[1]).astype(np.float64))
         elif name == "fma.rn.f16x2":
@@ -160,6 +179,13 @@ def _words_kernel(c_ptr, x_ptr, out_ptr, OUTPUT: tl.constexpr):
     at = tl.arange(0, 8)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
     for k in tl.static_range(16):
         tl.store(out_ptr + k * 32 + at, c[k])
+
+
+@triton.jit
+def _one_query_kernel(c_ptr, word_ptr, t, OUTPUT: tl.constexpr):
+    """Store the words that the lanes made of query t."""
+    n = tl.arange(0, 128)[None, :]
+    verify_matrix.store_words(c_ptr, tl.load(word_ptr + n), t, OUTPUT)
 
 
 CONFIGS = {"e2m1": ("fp16", "nvfp4"), "int4": ("P4+8", None), "int8": ("P8+4", None),
@@ -228,6 +254,25 @@ def test_product(elem):
         np.testing.assert_allclose(
             got, values @ rounded.T, rtol=2e-6, atol=1e-6 * np.abs(want).max()
         )
+
+
+@pytest.mark.parametrize("elem", CONFIGS)
+def test_one_query_at_a_time(elem):
+    """The words that lanes make of one query of four neighbours each are those of all at once."""
+    kernel = kernel_format(StateConfig.from_flags(*CONFIGS[elem], buffer_len=4).readout)
+    c = torch.randn(8, 128, generator=torch.Generator().manual_seed(1))
+    c /= c.abs().amax(1, keepdim=True)
+    words = torch.full((512,), -7, dtype=torch.int32)
+    _words_kernel[(1,)](words, c, torch.empty(16, 8, 4, dtype=torch.int32), OUTPUT=kernel)
+    text, constraints = (plain(t) for t in verify_matrix._query_asm(elem))
+    assert len(constraints.split(",")) == 8
+    got = torch.full((512,), -7, dtype=torch.int32)
+    for t in range(8):
+        x = c[t].numpy().reshape(32, 4)
+        regs = emulate(text, {f"${4 + i}": x[:, i].copy().view(WORD) for i in range(4)})
+        made = torch.from_numpy(np.stack([regs[f"${i}"] for i in range(4)], 1).view(np.int32))
+        _one_query_kernel[(1,)](got, made, t, OUTPUT=kernel)
+    assert torch.equal(got, words)
 
 
 @pytest.mark.parametrize("tokens", [8, 16])
