@@ -369,6 +369,18 @@ def divisor_up_to(total: int, limit: int) -> int:
     return next(d for d in range(min(total, limit), 0, -1) if total % d == 0)
 
 
+def output_of(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """Where y of inputs x [b, T, H, R] goes: ``out``, or a new tensor. Raises ValueError."""
+    if out is None:
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.shape != x.shape or not out[:1, :1].is_contiguous():
+        raise ValueError(
+            f"out has shape {tuple(out.shape)} and strides {out.stride()}; the step writes "
+            f"{tuple(x.shape)}, what belongs to a token contiguous"
+        )
+    return out
+
+
 def row_strided(name: str, t: torch.Tensor) -> torch.Tensor:
     """``t`` [b, T, ...] if what belongs to a token is contiguous, else a contiguous copy."""
     if not t.is_floating_point():

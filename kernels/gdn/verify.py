@@ -37,6 +37,7 @@ from ..common.verify import (
     divisor_up_to,
     fold_and_read,
     in_part,
+    output_of,
     query_scratch,
     rotation_signs,
     row_strided,
@@ -562,15 +563,6 @@ def fold_committed(
     )  # fmt: skip
 
 
-def _output(v: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """Where y goes: ``out``, checked, or a new tensor like v. Raises ValueError."""
-    if out is None:
-        return torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    if out.shape != v.shape or not out[:1, :1].is_contiguous():
-        raise ValueError(f"out has shape {tuple(out.shape)}; the step writes {tuple(v.shape)}")
-    return out
-
-
 def _run(
     views: StateViews,
     config: StateConfig,
@@ -640,7 +632,7 @@ def _run(
             LENGTH=length, SOLVE=solve, scratch_ptr=scratch,
             RAW_GATES=weights is not None, NEGATIVE=negative, L2NORM=l2norm, EPS=NORM_EPS,
             ROTATE=config.rotate, MATRIX=matrix, EARLY=start, PART=part,
-            num_warps=1, num_stages=1, **common, **steps,
+            num_warps=1, num_stages=1, **register_limit(168), **common, **steps,
             **_ring_arguments(views, ("ring_k", "ring_g", "ring_beta", "ring_rk")),
         )  # fmt: skip
         if matrix:
@@ -688,7 +680,7 @@ def verify_step(
     named = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "out": out}
     check_devices(views.ckpt.device, rows, named, q.shape[1])
     where = {"layer": layer, "head_offset": head_offset}
-    y = _output(v, out)
+    y = output_of(v, out)
     if q.shape[1] == 1 and q.shape[0]:
         fold_committed(views, config, rows, y[:, 0], l2norm=l2norm, **where)
         one = tuple(t[:, 0] for t in (q, k, v, g, beta))
@@ -737,7 +729,7 @@ def verify_packed(
     named = {"mixed_qkv": mixed_qkv, "a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias}
     check_devices(views.ckpt.device, rows, {**named, "out": out}, q.shape[1])
     where = {"layer": layer, "head_offset": head_offset}
-    y = _output(v, out)
+    y = output_of(v, out)
     if q.shape[1] == 1 and q.shape[0]:
         fold_committed(views, config, rows, y[:, 0], l2norm=l2norm, **where)
         decode_packed(

@@ -37,6 +37,7 @@ from ..common.verify import (
     divisor_up_to,
     fold_and_read,
     in_part,
+    output_of,
     query_scratch,
     row_strided,
     seen_dot,
@@ -559,9 +560,7 @@ def verify_step(
     check_devices(device, rows, {**named, "out": out}, width)
     if z is not None and z.shape != x.shape:
         raise ValueError(f"z has shape {tuple(z.shape)}; it must be {tuple(x.shape)} as x")
-    if out is not None and (out.shape != x.shape or not out[:1, :1].is_contiguous()):
-        raise ValueError(f"out has shape {tuple(out.shape)}; the step writes {tuple(x.shape)}")
-    y = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    y = output_of(x, out)
     if batch == 0:
         return y
     D, dt_bias = (None if t is None else t.contiguous() for t in (D, dt_bias))
