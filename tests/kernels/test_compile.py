@@ -103,7 +103,7 @@ def test_every_kernel_compiles(arch: int, tmp_path: Path) -> None:
     report = json.loads(done.stdout.splitlines()[-1])
     assert set(report["found"]) == set(report["kernels"])
     for name, machines in report["found"].items():
-        bounded = name in ("flush_kernel", "prepare_kernel")  # for more programs at once
+        bounded = name.startswith(("flush", "prepare", "verify"))  # for more programs at once
         for registers, spills, instructions in machines:
             assert instructions > 20, name
             text = f"{name}: {spills} local loads and stores, {registers} registers"
