@@ -115,12 +115,16 @@ TASKS: dict[str, tuple[TaskSpec, ...]] = {
     ),
     "free": (
         TaskSpec(
-            task="write", documents=96, threshold=0.0, settings={"limit": 512, "paragraphs": 2}
+            task="write",
+            documents=192,
+            threshold=0.0,
+            margin=0.05,
+            settings={"length": 128, "limit": 512, "paragraphs": 2},
         ),
         TaskSpec(
             task="tally",
             label="tally-end",
-            documents=96,
+            documents=192,
             settings={"length": 448, "decode": None, "whole": True},
         ),
     ),
