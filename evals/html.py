@@ -1,7 +1,7 @@
 """One self-contained HTML page of results: tables, figures with their data, nothing from outside.
 
-No script, no network. Light or dark as the reader prefers; on a narrow screen tables and figures
-scroll within their frame.
+No script, no network. Light or dark as the reader prefers; on a narrow screen tables scroll within
+their frame and figures take the whole width.
 """
 
 from __future__ import annotations
@@ -44,10 +44,9 @@ figure{margin:0;padding:12px 14px}figure h4{margin:0 0 6px;font-size:.95rem}
 figure svg{display:block;width:100%;height:auto}figcaption{margin-top:8px}
 details{margin:8px 0}summary{cursor:pointer;color:var(--muted);font-size:.87rem}
 summary:focus-visible{outline:2px solid var(--s0)}
-nav a{margin-right:14px;display:inline-block}.plot{overflow-x:auto}a{color:var(--s0)}
+nav a{margin-right:14px;display:inline-block}a{color:var(--s0)}
 @media(max-width:520px){main{padding:16px 10px 48px}th,td{padding:4px 7px}
-th:first-child{min-width:30vw;max-width:40vw;white-space:normal}
-figure{padding:10px 8px}figure svg{width:30rem}}
+th:first-child{min-width:30vw;max-width:40vw;white-space:normal}figure{padding:10px 8px}}
 @media print{details{display:none}}
 """
 )
@@ -79,8 +78,7 @@ def _details(title: str, body: str, open_: bool = False) -> str:
 def figure(f: plots.Figure) -> str:
     """A figure with its caption, and its data under it."""
     return (
-        f'<figure class="card"><h4>{escape(f.title)}</h4>'
-        f'<div class="plot" tabindex="0">{f.svg}</div>'
+        f'<figure class="card"><h4>{escape(f.title)}</h4>{f.svg}'
         f"<figcaption>{escape(f.note)}</figcaption>"
         f"{_details('Data', table(f.head, f.rows))}</figure>"
     )
