@@ -238,6 +238,12 @@ SMALL = {
     "tie_word_embeddings": False,
     "eos_token_id": None,
 }
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 4,
+}
 FAMILIES = {"falcon_h1": _falcon_h1, "granite": _granite, "zamba2": _zamba2, "mamba2": _mamba2}
 
 
@@ -256,6 +262,7 @@ def families(run_worker: Any, tmp_path_factory: pytest.TempPathFactory, excerpt:
         s = Scenarios(folder, "float32", [excerpt(n) for n in LENGTHS])
         s.add(name + "-stock", None)
         s.add(name, FP32, poison=True)
+        s.add(name + "-drafts", FP32, {"speculative_config": NGRAM}, poison=True)
         jobs += s.jobs
     return run_worker(jobs)
 
@@ -264,6 +271,9 @@ def families(run_worker: Any, tmp_path_factory: pytest.TempPathFactory, excerpt:
 def test_other_families_on_an_fp32_state_are_plain_vllm(families: dict, name: str) -> None:
     assert families[name].get("layers", 0) > 0, families[name]
     assert_same(families[name], families[name + "-stock"])
+    drafts = families[name + "-drafts"]
+    assert_same(drafts, families[name + "-stock"])
+    assert drafts["log"]["drafted"] > 0 and drafts["log"]["flushes"] > 0
 
 
 def test_an_unused_plugin_changes_no_token(
