@@ -282,9 +282,9 @@ class LaunchConfig:
     rows: of a block (a power of two from 16 on; a head's at most); warps: of a program without
     matrix units. With them, heads: of a program, at most (Mamba-2); blocks: of a program (GDN);
     ahead: 1 to load the next block while one is worked on; registers: of a thread, at most.
-    prepare_warps: of a program that prepares (Mamba-2); solve: 1 to push queries back through a
-    window by one small system, 0 token by token (GDN). beside: 1 to fold, and then read, the rows
-    that flush on a stream beside the others. flush: programs that flush for each multiprocessor.
+    solve: 1 to push queries back through a window by one small system, 0 token by token (GDN).
+    beside: 1 to fold, and then read, the rows that flush on a stream beside the others. flush:
+    programs that flush for each multiprocessor (Mamba-2).
     """
 
     rows: int = 64
@@ -293,7 +293,6 @@ class LaunchConfig:
     blocks: int = 1
     ahead: int = 0
     registers: int = 128
-    prepare_warps: int = 1
     solve: int = 1
     beside: int = 0
     flush: int = 16

@@ -280,6 +280,18 @@ def store_query(c_ptr, x, t, OUTPUT: tl.constexpr):
 
 
 @triton.jit
+def unit_queries(x, OUTPUT: tl.constexpr):
+    """(x of largest magnitude one, that magnitude [M]) of fp32 x [M, 128]; zero stays zero.
+
+    Integer digits hold no NaN: beside them the magnitude becomes NaN where x is not finite.
+    """
+    top = tl.max(tl.abs(x), 1)
+    if OUTPUT[0] == "int8":
+        top += tl.sum(x - x, 1)
+    return x * (1.0 / tl.where(top > 0, top, 1.0))[:, None], top
+
+
+@triton.jit
 def zero_queries(c_ptr, first):
     """Zeros as the queries of tokens from ``first`` on."""
     at = tl.arange(0, 512)

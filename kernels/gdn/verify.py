@@ -65,6 +65,7 @@ from ..common.verify_matrix import (
     store_outputs,
     store_queries,
     store_query,
+    unit_queries,
     weight_terms,
     zero_outputs,
     zero_queries,
@@ -139,8 +140,7 @@ def _store_all(
     if ROTATE:
         r = rotate_rows(r, sign_ptr, TOKENS, K, KP)
     if MATRIX:
-        top = tl.max(tl.abs(r), 1)
-        r = r * (1.0 / tl.where(top > 0, top, 1.0))[:, None]
+        r, top = unit_queries(r, OUTPUT)
         low, high = tl.split(tl.permute(tl.reshape(r, [TOKENS, 2, 64]), (0, 2, 1)))
         store_queries(c_ptr + row * QUERY_WORDS, low, high, t >= 0, OUTPUT)
     else:
@@ -323,11 +323,10 @@ def verify_prepare_kernel(
                     x = x - tl.load(scratch + LP * LP + i * KP + m)
                     if ROTATE:
                         x = rotate_rows(x, sign_ptr, 1, K, KP, True)
-                    top = tl.max(tl.max(tl.abs(x), 1), 0)
-                    x = x * (1.0 / tl.where(top > 0, top, 1.0))
+                    x, top = unit_queries(x, OUTPUT)
                     store_query(c_ptr + row * QUERY_WORDS, x, i, OUTPUT)
                     rest = tl.load(of_tokens + 2 * TOKENS + i)
-                    tl.store(top_ptr + row * TOKENS + i, top * rest)
+                    tl.store(top_ptr + row * TOKENS + i + tl.arange(0, 1), top * rest)
                 zero_queries(c_ptr + row * QUERY_WORDS, count)
                 tl.store(top_ptr + row * TOKENS + t, 0.0, mask=t >= count)
             else:

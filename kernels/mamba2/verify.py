@@ -18,6 +18,7 @@ from ...state.cache import StepRows, VerifyRows
 from ...state.layout import StateViews
 from ..common.activation import softplus
 from ..common.fold import rotate_window, rotation_table
+from ..common.hadamard import rotate_rows
 from ..common.launch import (
     dependents_may_start,
     early,
@@ -39,6 +40,7 @@ from ..common.verify import (
     in_part,
     output_of,
     query_scratch,
+    rotation_signs,
     row_strided,
     seen_dot,
     sees,
@@ -68,13 +70,34 @@ from ..common.verify_matrix import (
     read_block,
     seen_words,
     store_outputs,
-    store_queries,
+    store_query,
+    unit_queries,
     weight_terms,
     zero_outputs,
+    zero_queries,
 )
 from .flush import FLUSH_PROGRAMS_PER_SM, flush_rows
 from .triton_ops import decode_step
 from .verify_reference import check_verify
+
+
+@triton.jit
+def _prepare_queries(
+    C, C_token, count, sign_ptr, c, top_ptr, N: tl.constexpr, ROTATE: tl.constexpr,
+    OUTPUT: tl.constexpr,
+):  # fmt: skip
+    """The queries of a row and group for ``verify_matrix``; pointers are there."""
+    n = tl.multiple_of(tl.arange(0, N), 4)[None, :]  # four neighbours a lane
+    for i in range(count):
+        x = tl.load(C + i * C_token + n).to(tl.float32)
+        if ROTATE:
+            x = rotate_rows(x, sign_ptr, 1, N, N, True)
+        x, top = unit_queries(x, OUTPUT)
+        store_query(c, x, i, OUTPUT)
+        tl.store(top_ptr + i + tl.arange(0, 1), top)
+    zero_queries(c, count)
+    t = tl.arange(0, TOKENS)
+    tl.store(top_ptr + t, 0.0, mask=t >= count)
 
 
 @triton.jit
@@ -84,7 +107,9 @@ def verify_prepare_kernel(
     rotation_ptr,  # +-1 [NP, NP] (fold.rotation_table)
     ring_dt_ptr, ring_B_ptr,
     slot_ptr, valid_ptr, flush_ptr, count_ptr, ancestors_ptr,  # [b]; ancestors [b, T]
-    dots_ptr, head_ptr, c_ptr,  # fp32 [b, G, T, LP + T], [b, H, LP + 3 T], queries of [b, G]
+    sign_ptr,  # fp32 [N]
+    dots_ptr, head_ptr,  # fp32 [b, G, T, LP + T], [b, H, LP + 3 T]
+    c_ptr, top_ptr,  # queries of [b, G], fp32 [b, G, T]
     dt_stride, dt_token, B_stride, B_token, C_stride, C_token, ring_dt_stride, ring_B_stride, width,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, LP: tl.constexpr,
     PER: tl.constexpr, PERP: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -95,8 +120,9 @@ def verify_prepare_kernel(
 
     With a the log decay from the last committed input to a token (along its path), dots holds
     B_j . C_t of committed inputs j (zero beyond them), then of the step's own; head holds
-    e^(a_0 - a_j) dt_j of committed inputs, then a_t, dt_t and e^(a_t) times the whole decay before
-    and the largest magnitude of C_t, by which the query is divided. PER = H / G heads, PERP padded.
+    e^(a_0 - a_j) dt_j of committed inputs, then a_t, dt_t and e^(a_t) times the whole decay before;
+    top the largest magnitude of C_t, by which the query is divided. With MATRIX a second program
+    makes the queries (grid [G, b, 2], one warp). PER = H / G heads, PERP padded.
     NATIVE: B and C are of one 16-bit type, whose products are exact in fp32. BLOCK: size of the
     rotation's blocks. EARLY: programs of the next launch may start.
     """
@@ -108,11 +134,18 @@ def verify_prepare_kernel(
     flush = tl.load(flush_ptr + i_b).to(tl.int32)
     if (slot < 0) | (count <= 0) | (in_part(slot, flush, PART) == 0):
         return
+    group = i_b * G + i_g
+    if MATRIX:
+        if tl.program_id(2) == 1:
+            _prepare_queries(
+                C_ptr + i_b * C_stride + i_g * N, C_token, count, sign_ptr,
+                c_ptr + group * QUERY_WORDS, top_ptr + group * TOKENS, N, ROTATE, OUTPUT,
+            )  # fmt: skip
+            return
     base = tl.where(flush != 0, 0, tl.load(valid_ptr + i_b))
     entry, n, t = tl.arange(0, LP), tl.arange(0, NP), tl.arange(0, TOKENS)
     wide = tl.arange(0, 16)  # of a product's rows there are at least as many
     n_ok = (n < N)[None, :]
-    group = i_b * G + i_g
     ring = ring_B_ptr + slot * ring_B_stride + i_g * N + n[None, :]
     past = tl.load(ring + entry[:, None] * (G * N), mask=(entry < base)[:, None] & n_ok, other=0.0)
     own_ok = (wide < count)[:, None] & n_ok
@@ -163,36 +196,24 @@ def verify_prepare_kernel(
         path = tl.sum(tl.where(paths[None, :, :], decay[:, :, None], 0.0), 1)
     else:
         path = tl.cumsum(decay, 1)
+    factor = tl.exp(path + tl.sum(dt * rate, 1, keep_dims=True))
     out = head_ptr + (i_b * H + head) * (LP + 3 * TOKENS)
     tl.store(out + entry[None, :], after, mask=head_ok)
     tl.store(out + LP + t[None, :], path, mask=head_ok)
     tl.store(out + LP + TOKENS + t[None, :], now, mask=head_ok)
 
-    M: tl.constexpr = 16 if ROTATE else TOKENS
-    token = tl.arange(0, M)
-    c_ok = (token < count)[:, None]
-    if MATRIX:
-        half = tl.arange(0, 64)[None, :]
-        if ROTATE:
-            C = tl.load(C_in + token[:, None] * C_token + n[None, :], mask=c_ok, other=0.0)
-            low = rotate_window(C, rotation_ptr, NP, 64) * (BLOCK**-0.5)
-            high = rotate_window(C, rotation_ptr + 64, NP, 64) * (BLOCK**-0.5)
-        else:
-            low = tl.load(C_in + token[:, None] * C_token + half, mask=c_ok, other=0.0)
-            high = tl.load(C_in + token[:, None] * C_token + 64 + half, mask=c_ok, other=0.0)
-            low, high = low.to(tl.float32), high.to(tl.float32)
-        top = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
-        inverse = 1.0 / tl.where(top > 0, top, 1.0)[:, None]
-        c = c_ptr + group * QUERY_WORDS
-        store_queries(c, low * inverse, high * inverse, token < TOKENS, OUTPUT)
-    else:
-        C = tl.load(C_in + token[:, None] * C_token + n[None, :], mask=c_ok & n_ok, other=0.0)
+    tl.store(out + LP + 2 * TOKENS + t[None, :], factor, mask=head_ok)
+    if not MATRIX:
+        M: tl.constexpr = 16 if ROTATE else TOKENS
+        token = tl.arange(0, M)
+        C = tl.load(
+            C_in + token[:, None] * C_token + n[None, :],
+            mask=(token < count)[:, None] & n_ok, other=0.0,
+        )  # fmt: skip
         if ROTATE:
             C = rotate_window(C, rotation_ptr, NP, NP) * (BLOCK**-0.5)
         top = store_vectors(c_ptr + group * (N * TOKENS), C.to(tl.float32), OUTPUT, N, NP)
-    top_of = tl.where(t[:, None] == token[None, :], top[None, :], 0.0)  # to a row of tokens
-    factor = tl.exp(path + tl.sum(dt * rate, 1, keep_dims=True)) * tl.sum(top_of, 1)[None, :]
-    tl.store(out + LP + 2 * TOKENS + t[None, :], factor, mask=head_ok)
+        tl.store(top_ptr + group * TOKENS + token, top, mask=token < TOKENS)
 
 
 @triton.jit
@@ -200,7 +221,7 @@ def verify_kernel(
     x_ptr, z_ptr, y_ptr, D_ptr,  # [b, T, H, P], strides as above; D [H] or [H, P]
     slot_ptr, valid_ptr, flush_ptr, count_ptr, ancestors_ptr, ring_x_ptr,
     copy_ptr, copy_scale_ptr, copy_tile_ptr,
-    dots_ptr, head_ptr, c_ptr,  # see verify_prepare_kernel
+    dots_ptr, head_ptr, c_ptr, top_ptr,  # see verify_prepare_kernel
     x_stride, x_token, z_stride, z_token, y_stride, y_token,
     ring_x_stride, copy_stride, copy_scale_stride, copy_tile_stride, width,
     H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
@@ -234,7 +255,7 @@ def verify_kernel(
     of = head_ptr + (i_b * H + i_h) * (LP + 3 * TOKENS)
     dots = dots_ptr + (group * TOKENS + t[None, :]) * (LP + TOKENS)
     path = tl.load(of + LP + t)
-    factor = tl.load(of + LP + 2 * TOKENS + t)
+    factor = tl.load(of + LP + 2 * TOKENS + t) * tl.load(top_ptr + group * TOKENS + t)
     weight = tl.load(of + entry)[:, None] * tl.load(dots + entry[:, None])
     weight *= tl.exp(path)[None, :]
     in_step = own < count
@@ -376,7 +397,7 @@ def _verify_block(
 @triton.jit
 def _verify_unit(
     FIRST: tl.constexpr,
-    x, z, y, D_ptr, ring, masks, code, scale, tile, dots, of, c_ptr,
+    x, z, y, D_ptr, ring, masks, code, scale, tile, dots, of, c_ptr, top_ptr,
     first, base, count, width, x_token, z_token, y_token,
     H: tl.constexpr, R: tl.constexpr, LP: tl.constexpr, HEADS: tl.constexpr, MOST: tl.constexpr,
     COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
@@ -396,6 +417,8 @@ def _verify_unit(
         wait_for_previous()
     c = load_queries(c_ptr)
     even_token = tl.arange(0, 32) % 4 * 2
+    top_even = tl.load(top_ptr + even_token)
+    top_odd = tl.load(top_ptr + even_token + 1)
     w_past = ()
     w_now = ()
     even = ()
@@ -403,8 +426,8 @@ def _verify_unit(
     for h in tl.static_range(HEADS):
         mine = of + h * (LP + 3 * TOKENS)
         factor = mine + LP + 2 * TOKENS + even_token
-        even = even + (tl.load(factor),)
-        odd = odd + (tl.load(factor + 1),)
+        even = even + (tl.load(factor) * top_even,)
+        odd = odd + (tl.load(factor + 1) * top_odd,)
         D = tl.load(D_ptr + first + h).to(tl.float32) if D_ROWS == 1 else 0.0
         w_past = w_past + (_past_weights(dots, mine, 0, LP),)
         w_now = w_now + (_own_weights(dots, mine, D, count, masks, LP, D_ROWS == 1, TREE),)
@@ -435,7 +458,7 @@ def verify_matrix_kernel(
     x_ptr, z_ptr, y_ptr, D_ptr,  # as verify_kernel
     slot_ptr, valid_ptr, flush_ptr, count_ptr, ancestors_ptr, ring_x_ptr,
     copy_ptr, copy_scale_ptr, copy_tile_ptr,
-    dots_ptr, head_ptr, c_ptr,
+    dots_ptr, head_ptr, c_ptr, top_ptr,
     x_stride, x_token, z_stride, z_token, y_stride, y_token,
     ring_x_stride, copy_stride, copy_scale_stride, copy_tile_stride, width,
     H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, LP: tl.constexpr,
@@ -468,6 +491,7 @@ def verify_matrix_kernel(
     dots = dots_ptr + group * ((LP + TOKENS) * TOKENS)
     of = head_ptr + (i_b * H + first) * (LP + 3 * TOKENS)
     c = c_ptr + group * QUERY_WORDS
+    top = top_ptr + group * TOKENS
     if in_part(slot, flush, PART) == 0:
         if EARLY:
             wait_for_previous()
@@ -477,13 +501,13 @@ def verify_matrix_kernel(
         zero_outputs(y, y_token, width, HEADS * R)
     else:
         strange = _verify_unit(
-            True, x, z, y, D_ptr, ring, masks, code, scale, tile, dots, of, c,
+            True, x, z, y, D_ptr, ring, masks, code, scale, tile, dots, of, c, top,
             first, base, count, width, x_token, z_token, y_token, H, R, LP, HEADS, MOST,
             COPY_HEAD, COPY_SCALE_HEAD, TILES, OUTPUT, D_ROWS, HAS_Z, TREE, AHEAD, EARLY,
         )  # fmt: skip
         if strange:
             _verify_unit(
-                False, x, z, y, D_ptr, ring, masks, code, scale, tile, dots, of, c,
+                False, x, z, y, D_ptr, ring, masks, code, scale, tile, dots, of, c, top,
                 first, base, count, width, x_token, z_token, y_token, H, R, LP, HEADS, MOST,
                 COPY_HEAD, COPY_SCALE_HEAD, TILES, OUTPUT, D_ROWS, HAS_Z, TREE, False, False,
             )  # fmt: skip
@@ -596,6 +620,7 @@ def verify_step(
         "dots_ptr": torch.empty(batch, groups, TOKENS.value, lp + TOKENS.value, device=device),
         "head_ptr": torch.empty(batch, heads, lp + 3 * TOKENS.value, device=device),
         "c_ptr": query_scratch(batch, groups, n, output, matrix, device),
+        "top_ptr": torch.empty(batch, groups, TOKENS.value, device=device),
         "width": width, "H": heads, "G": groups, "LP": lp, "OUTPUT": output,
         "TREE": rows.ancestors is not None,
     }  # fmt: skip
@@ -614,9 +639,10 @@ def verify_step(
     count = divisor_up_to(per_group, chosen.heads)
 
     def read(part: int) -> None:
-        verify_prepare_kernel[(groups, batch)](
+        verify_prepare_kernel[(groups, batch, 2 if matrix else 1)](
             dt, B, C, A, A if dt_bias is None else dt_bias,
             rotation_table(n, device) if config.rotate else A, views.ring_dt, views.ring_B,
+            sign_ptr=rotation_signs(n, device) if config.rotate else A,
             dt_stride=dt.stride(0), dt_token=dt.stride(1), B_stride=B.stride(0),
             B_token=B.stride(1), C_stride=C.stride(0), C_token=C.stride(1),
             ring_dt_stride=views.ring_dt.stride(0), ring_B_stride=views.ring_B.stride(0),
@@ -624,7 +650,7 @@ def verify_step(
             SOFTPLUS=dt_softplus, HAS_BIAS=dt_bias is not None, ROTATE=config.rotate,
             BLOCK=block_of(n), MATRIX=matrix, EARLY=start, PART=part,
             NATIVE=PTX.value and C.dtype == views.ring_B.dtype and C.dtype.itemsize == 2,
-            num_warps=chosen.prepare_warps, num_stages=1, **shape, **common,
+            num_warps=1, num_stages=1, **shape, **common,
         )  # fmt: skip
         if matrix:
             verify_matrix_kernel[(batch * heads // count,)](
