@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ...formats.rotation import matrix
-from .planes import PAIRS, PTX
+from .planes import PAIRS, PTX, as_float
 
 
 @lru_cache(maxsize=32)
@@ -98,6 +98,111 @@ def thread_order(n, W: tl.constexpr, WP: tl.constexpr, WARPS: tl.constexpr):
         thread = column // MINE % 4
         place = (column % MINE // 2) * (8 * WARPS) + warp * 8 + thread * 2 + column % 2
     return plane * WP + place
+
+
+@triton.constexpr_function
+def in_fragments(wp, warps):
+    """True if windows are kept as ``mma.sync`` wants them: one warp, planes of sixteen columns."""
+    return PTX.value and wp == 16 and warps == 1
+
+
+@triton.jit
+def window_order(token, n, W: tl.constexpr, WP: tl.constexpr, WARPS: tl.constexpr):
+    """Where a window keeps element n of a token, counted in numbers; see ``add_window``.
+
+    In fragments: 128 words a plane for each sixteen tokens, two tokens a word. Lane 4 g + q of a
+    warp finds together the four words that are its part of two operands of sixteen tokens and eight
+    columns: tokens 2 q, 2 q + 1 and those 8 later, for columns c and c + 2, c = g // 2 * 4 + g % 2.
+    """
+    if in_fragments(WP, WARPS):
+        plane, column = n // 16, n % 16
+        lane = (column // 4 * 2 + column % 2) * 4 + token % 8 // 2
+        word = lane * 4 + column // 2 % 2 * 2 + token // 8 % 2
+        return (token // 16 * 8 + plane) * 256 + word * 2 + token % 2
+    else:
+        return token * (8 * WP) + thread_order(n, W, WP, WARPS)
+
+
+@triton.jit
+def token_of(place):
+    """The first of two tokens that column ``place`` of ``left_operands`` stands for, of sixteen."""
+    return place // 4 * 2 + place // 2 % 2 * 8
+
+
+@triton.jit
+def left_operands(first, second, TERMS: tl.constexpr):
+    """fp32 [8, 16] -> TERMS operands of ``add_fragments``, int32 [8, 16] of two bf16 numbers.
+
+    Column c stands for row 2 g + c % 2 of a tile, token ``token_of(c)`` (``first``) and the next.
+    """
+    out = ()
+    for _ in tl.static_range(TERMS):
+        both = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [first, second], dtype=tl.int32,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+        out = out + (both,)
+        first = first - as_float(both << 16)
+        second = second - as_float(both & -65536)
+    return out
+
+
+@triton.constexpr_function
+def _sums_asm(steps, left, right):
+    """$0..$3 even, $4..$7 odd rows; then left operands and right ones, four words each."""
+    text = "".join(f"mov.f32 ${i}, 0f00000000; " for i in range(8))
+    for step in range(steps):
+        for r in range(right):
+            for k in range(left):
+                if k + r >= max(left, right):  # below what the terms leave out
+                    continue
+                a = 8 + 4 * (step * left + k)
+                b = 8 + 4 * (steps * left + step * right + r)
+                for t in (0, 2):
+                    sums = f"{{${t}, ${t + 1}, ${4 + t}, ${5 + t}}}"
+                    text += (
+                        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                        f"{sums}, {{${a}, ${a + 1}, ${a + 2}, ${a + 3}}}, "
+                        f"{{${b + t}, ${b + t + 1}}}, {sums}; "
+                    )
+    return text
+
+
+@triton.constexpr_function
+def _sums_constraints(steps, left, right):
+    return ",".join(["=&f"] * 8 + ["r"] * (4 * steps * (left + right)))
+
+
+@triton.jit
+def add_fragments(
+    values, factor, lefts, right_ptr,
+    LP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+):  # fmt: skip
+    """``add_window`` where windows are ``in_fragments``; lefts: LEFT ``left_operands`` for each
+    sixteen tokens.
+
+    Lane 4 g + q of a warp owns columns 4 q .. 4 q + 3 of row pair g. Two instructions make them for
+    both rows of eight pairs: instruction t those columns that are 2 t or 2 t + 1 beyond 4 q.
+    """
+    STEPS: tl.constexpr = LP // 16
+    ASM: tl.constexpr = _sums_asm(STEPS, LEFT, RIGHT)
+    CONSTRAINTS: tl.constexpr = _sums_constraints(STEPS, LEFT, RIGHT)
+    words = right_ptr.to(tl.pointer_type(tl.int32))
+    place = tl.arange(0, PAIRS)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    evens = ()
+    odds = ()
+    for i in tl.static_range(8):
+        rights = ()
+        for k in tl.static_range(STEPS):
+            for r in tl.static_range(RIGHT):
+                rights = rights + (tl.load(words + ((r * STEPS + k) * 8 + i) * 128 + place),)
+        even, odd = tl.inline_asm_elementwise(
+            ASM, CONSTRAINTS, lefts + rights,
+            dtype=(tl.float32, tl.float32), is_pure=True, pack=4,
+        )  # fmt: skip
+        evens = evens + (values[i] * factor + even,)
+        odds = odds + (values[8 + i] * factor + odd,)
+    return evens + odds
 
 
 @triton.jit

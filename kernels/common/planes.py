@@ -7,15 +7,38 @@ owns (q, j) then owns whole stored words in every format, and one Philox call se
 sixteen elements: no value ever moves between threads, except in the reductions of a row.
 """
 
+import os
+
 import torch
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq, current_target
 
 PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 """Inline PTX may be used: not in the interpreter, not on AMD; both paths give the same bits."""
+HARDWARE_ROUNDING = tl.constexpr(os.environ.get("REPLAYSSM_HARDWARE_ROUNDING", "0") == "1")
+"""Round to fp16 by ``cvt.rs`` where a GPU has it (sm_100, sm_103); set by an environment variable.
+
+Off, since stored bytes would depend on the GPU. It is given the same random bits and rounds the
+exact sum down, where the codec's sum is in fp32: that moves at most one in 2**14 of the values
+below 2**-14 by one step of 2**-24, and none of the larger ones. And Inf becomes 65504.
+"""
 PAIRS = tl.constexpr(8)  # row pairs of a tile: 16 rows, formats.spec.TILE_ROWS
 _MIN_SCALE = tl.constexpr(2.0**-100)
 _INF_BITS = tl.constexpr(0x7F800000)
+
+
+@triton.constexpr_function
+def converts_fp4():
+    """True if the GPU that is compiled for has conversions to e2m1."""
+    return cuda_capability_geq(10)
+
+
+@triton.constexpr_function
+def rounds_by_chance():
+    """True if the GPU that is compiled for has ``cvt.rs``."""
+    target = current_target()
+    return target is not None and target.backend == "cuda" and target.arch in (100, 103)
 
 
 @triton.jit
@@ -153,6 +176,31 @@ def integer_value(high, low, PLANE: tl.constexpr, BITS: tl.constexpr, LOW: tl.co
     return as_float(bits) - (8388608.0 + integer_bias(BITS, LOW))
 
 
+@triton.constexpr_function
+def _permute_asm(selector):
+    return f"prmt.b32 $0, $1, $2, {selector:#x};"
+
+
+@triton.jit
+def permute(a, b, SELECTOR: tl.constexpr):
+    """Four of the eight bytes of int32 words a and b (a first), a hexadecimal digit each. PTX."""
+    ASM: tl.constexpr = _permute_asm(SELECTOR)
+    return tl.inline_asm_elementwise(ASM, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def fp8_values(word, ELEM: tl.constexpr):
+    """The four e4m3 or e5m2 numbers of int32 words as fp32."""
+    X2: tl.constexpr = "cvt.rn.f16x2." + ELEM + "x2 f, "
+    HALVES: tl.constexpr = X2 + "a; mov.b32 {l, h}, f; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h; "
+    REST: tl.constexpr = X2 + "b; mov.b32 {l, h}, f; cvt.f32.f16 $2, l; cvt.f32.f16 $3, h; }"
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 a, b, l, h; .reg .b32 f; mov.b32 {a, b}, $4; " + HALVES + REST,
+        "=&f,=&f,=&f,=&f,r", [word], dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+        is_pure=True, pack=1,
+    )  # fmt: skip
+
+
 @triton.jit
 def code_values(words, ELEM: tl.constexpr, HAS_NAN: tl.constexpr):
     """Words of one row piece -> its eight planes as fp32 code values."""
@@ -162,6 +210,9 @@ def code_values(words, ELEM: tl.constexpr, HAS_NAN: tl.constexpr):
         for w in tl.static_range(4):
             low, high = half_values(words[w])
             values = values + (low, high)
+    elif (ELEM == "e4m3" or ELEM == "e5m2") and PTX:
+        for w in tl.static_range(2):
+            values = values + fp8_values(words[w], ELEM)
     elif ELEM == "int8" or ELEM == "int4":
         FLIP: tl.constexpr = -0x7F7F7F80 if ELEM == "int8" else 0  # 0x80808080
         for i in tl.static_range(8):
@@ -180,10 +231,30 @@ def planar_values(highs, lows, ELEM: tl.constexpr, LOW: tl.constexpr):
     FLIP: tl.constexpr = -0x7F7F7F80 if BITS == 8 else 0
     FLIP_LOW: tl.constexpr = -0x7F7F7F80 if LOW == 8 else 0
     values = ()
-    for i in tl.static_range(8):
-        high = highs[i // (32 // BITS)] ^ FLIP
-        low = lows[i // (32 // LOW)] ^ FLIP_LOW
-        values = values + (integer_value(high, low, i, BITS, LOW),)
+    if PTX and BITS + LOW == 12:
+        # one of the two parts in bytes, beside the other's nibbles as bytes: 12 bits side by side
+        nibbles = highs[0] if BITS == 4 else lows[0]
+        if BITS == 4:
+            even = nibbles & 0x0F0F0F0F
+            odd = (nibbles >> 4) & 0x0F0F0F0F
+        else:  # the low part in the upper half of a byte: sixteen times the integer
+            even = (nibbles << 4) & -0x0F0F0F10
+            odd = nibbles & -0x0F0F0F10
+        for i in tl.static_range(8):
+            nibble = even if i % 2 == 0 else odd
+            if BITS == 4:
+                both = permute(lows[i // 4] ^ FLIP_LOW, nibble, 16 * (4 + i // 2) + i % 4)
+                x = as_float((both & 0xFFFF) | 0x4B000000) - (8388608.0 + integer_bias(BITS, LOW))
+            else:
+                both = permute(nibble, highs[i // 4] ^ FLIP, 16 * (4 + i % 4) + i // 2)
+                x = as_float((both & 0xFFFF) | 0x4B000000)
+                x = tl.fma(x, 0.0625, -524288.0 - integer_bias(BITS, LOW))
+            values = values + (x,)
+    else:
+        for i in tl.static_range(8):
+            high = highs[i // (32 // BITS)] ^ FLIP
+            low = lows[i // (32 // LOW)] ^ FLIP_LOW
+            values = values + (integer_value(high, low, i, BITS, LOW),)
     return values
 
 
@@ -200,49 +271,69 @@ def e8m0_scale(code):
     return tl.where(code == 255, float("nan"), value)
 
 
+@triton.constexpr_function
+def scales_a_load(fmt, n):
+    """(scales of a row, how many of them one load takes) of a ``kernel_format``."""
+    count = n // fmt[4] if fmt[3] == "block" else 1
+    if fmt[3] != "block" or fmt[5] not in ("e4m3", "e8m0"):
+        return count, 1
+    return count, 4 if count % 4 == 0 else 2 if count % 2 == 0 else 1
+
+
+@triton.jit
+def fetch_scales(
+    scale_ptr, row, mask, FORMAT: tl.constexpr, N: tl.constexpr, ALWAYS: tl.constexpr = False
+):
+    """The stored scales of rows as loaded: fp32, fp16, or bytes in words; see ``decode_scales``."""
+    COUNT: tl.constexpr = scales_a_load(FORMAT, N)[0]
+    PER: tl.constexpr = scales_a_load(FORMAT, N)[1]
+    out = ()
+    for k in tl.static_range(0, COUNT, PER):
+        if PER > 1:
+            # several bytes a load; and a product fed by 8-bit loads would take a wrong layout
+            wide = scale_ptr.to(tl.pointer_type(tl.int32 if PER == 4 else tl.int16))
+            stored = load_if(wide + row * (COUNT // PER) + k // PER, mask, ALWAYS)
+        else:
+            at = scale_ptr + row * COUNT + k
+            if FORMAT[3] == "head":
+                at = scale_ptr + row * 0
+            stored = load_if(at, mask, ALWAYS)
+        out = out + (stored,)
+    return out
+
+
+@triton.jit
+def decode_scales(stored, tile, FORMAT: tl.constexpr, N: tl.constexpr):
+    """fp32 scales of what ``fetch_scales`` has loaded: one tensor, or one a block; tile fp32."""
+    COUNT: tl.constexpr = scales_a_load(FORMAT, N)[0]
+    PER: tl.constexpr = scales_a_load(FORMAT, N)[1]
+    SCALE: tl.constexpr = FORMAT[5]
+    scales = ()
+    for k in tl.static_range(COUNT):
+        code = stored[k // PER]
+        if SCALE == "e4m3" or SCALE == "e8m0":
+            code = code.to(tl.int32)
+            if PER > 1:
+                code = (code >> (8 * (k % PER))) & 0xFF
+            s = e4m3_scale(code) * tile if SCALE == "e4m3" else e8m0_scale(code)
+        else:
+            s = code.to(tl.float32)
+        scales = scales + (s,)
+    return scales
+
+
 @triton.jit
 def load_scales(
-    scale_ptr,
-    tile,
-    row,
-    mask,
-    GRAN: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    scale_ptr, tile, row, mask, GRAN: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
     N: tl.constexpr,
-    ALWAYS: tl.constexpr = False,
-):
+):  # fmt: skip
     """fp32 scales of rows: a tuple of one tensor, or of one a block; ``tile`` fp32 [rows].
 
     ``scale_ptr`` is typed by the stored scale (fp32, fp16, uint8) and points at this head; ``row``
     counts within the head.
     """
-    COUNT: tl.constexpr = N // BLOCK if GRAN == "block" else 1
-    BYTES: tl.constexpr = SCALE == "e4m3" or SCALE == "e8m0"
-    PER: tl.constexpr = 4 if COUNT % 4 == 0 else (2 if COUNT % 2 == 0 else 1)
-    scales = ()
-    word = row * 0
-    for k in tl.static_range(COUNT):
-        if GRAN == "block" and BYTES and PER > 1:
-            # several bytes a load; and a product fed by 8-bit loads would take a wrong layout
-            if k % PER == 0:
-                wide = scale_ptr.to(tl.pointer_type(tl.int32 if PER == 4 else tl.int16))
-                word = load_if(wide + row * (COUNT // PER) + k // PER, mask, ALWAYS)
-                word = word.to(tl.int32)
-            stored = (word >> (8 * (k % PER))) & 0xFF
-        else:
-            at = scale_ptr + row * COUNT + k
-            if GRAN == "head":
-                at = scale_ptr + row * 0
-            stored = load_if(at, mask, ALWAYS)
-        if SCALE == "e4m3":
-            s = e4m3_scale(stored.to(tl.int32)) * tile
-        elif SCALE == "e8m0":
-            s = e8m0_scale(stored.to(tl.int32))
-        else:
-            s = stored.to(tl.float32)
-        scales = scales + (s,)
-    return scales
+    FORMAT: tl.constexpr = ("", 0, 0.0, GRAN, BLOCK, SCALE, 0)
+    return decode_scales(fetch_scales(scale_ptr, row, mask, FORMAT, N), tile, FORMAT, N)
 
 
 @triton.jit
@@ -265,6 +356,18 @@ def spread(
 
 
 @triton.jit
+def wide_product(x, FACTOR: tl.constexpr):
+    """(high, low) 32 bits of x times a constant, uint32."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b64 t; mul.wide.u32 t, $2, $3; mov.b64 {$1, $0}, t; }", "=r,=r,r,r",
+            [x, tl.full([], FACTOR, tl.uint32)], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.umulhi(x, tl.full([], FACTOR, tl.uint32)), x * FACTOR
+
+
+@triton.jit
 def random_words(
     key,
     position,
@@ -282,15 +385,37 @@ def random_words(
     key int64, position, layer and (global) head int32 scalars; pair [8, 1] row pairs of the head,
     column [1, W].
     """
-    count = (head * ((R + 1) // 2) + pair) * W + column
-    zero = count * 0
-    if BITS == 8:
-        a, b, c, d = tl.philox(key, count, zero + position, zero + layer, zero, ROUNDS)
-        return (a, b, c, d)
-    else:
-        a, b, c, d = tl.philox(key, count, zero + position, zero + layer, zero + 1, ROUNDS)
-        e, f, g, h = tl.philox(key, count, zero + position, zero + layer, zero + 2, ROUNDS)
-        return (a, b, c, d, e, f, g, h)
+    count = ((head * ((R + 1) // 2) + pair) * W + column).to(tl.uint32)
+    first = (count * 0 + position).to(tl.uint32)
+    second = (count * 0 + layer).to(tl.uint32)
+    k0 = key.to(tl.uint32)
+    k1 = (key >> 32).to(tl.uint32)
+    out = ()
+    for call in tl.static_range(1 if BITS == 8 else 2):
+        c0, c1, c2, c3 = count, first, second, count * 0 + (0 if BITS == 8 else call + 1)
+        for k in tl.static_range(ROUNDS):
+            high, next1 = wide_product(c2, 0xCD9E8D57)
+            low, next3 = wide_product(c0, 0xD2511F53)
+            c0 = high ^ c1 ^ (k0 + tl.full([], k * 0x9E3779B9 % 2**32, tl.uint32))
+            c2 = low ^ c3 ^ (k1 + tl.full([], k * 0xBB67AE85 % 2**32, tl.uint32))
+            c1 = next1
+            c3 = next3
+        out = out + (c0, c1, c2, c3)
+    return out + byte_places(position < -1 - pair)
+
+
+@triton.jit
+def byte_places(never):
+    """Numbers with a byte left open: integer 2**15, fp32 1/8 + 1/2**19 and 128.
+
+    For ``drawn_byte``, ``random_fraction`` and ``random_offset``.
+
+    ``never``: something false, which keeps a compiler from copying a number it knows before each
+    use, as one instruction has no room for it; not the same in all lanes, for the same reason.
+    """
+    return (
+        tl.where(never, 0, 0x8000), tl.where(never, 0, 0x3E000080), tl.where(never, 0, 0x43000000)
+    )  # fmt: skip
 
 
 @triton.jit
@@ -305,19 +430,26 @@ def random_of(words, ENTRY: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.constexpr_function
-def _byte_asm(place, constant):
-    return f"prmt.b32 $0, $1, {constant:#x}, {0x7604 + 16 * place:#x};"
+def _byte_asm(place):
+    return f"prmt.b32 $0, $1, $2, {0x7604 + 16 * place:#x};"
+
+
+@triton.jit
+def place_byte(words, ENTRY: tl.constexpr, INTO: tl.constexpr):
+    """The 8-bit random number of a tile entry in byte 1 of one of the ``byte_places``, as fp32."""
+    ASM: tl.constexpr = _byte_asm(ENTRY % 4)
+    bits = tl.inline_asm_elementwise(
+        ASM, "=r,r,r", [words[ENTRY // 4], words[len(words) - INTO]], dtype=tl.int32,
+        is_pure=True, pack=1,
+    )  # fmt: skip
+    return as_float(bits)
 
 
 @triton.jit
 def random_fraction(words, ENTRY: tl.constexpr):
     """(r + 0.5) / 2**18 of the 8-bit random number of a tile entry, fp32."""
     if PTX:
-        ASM: tl.constexpr = _byte_asm(ENTRY % 4, 0x3E000080)  # 1/8 + (r + 0.5) / 2**18
-        bits = tl.inline_asm_elementwise(
-            ASM, "=r,r", [words[ENTRY // 4]], dtype=tl.int32, is_pure=True, pack=1
-        )
-        return as_float(bits) - 0.125
+        return place_byte(words, ENTRY, 2) - 0.125
     else:
         return (random_of(words, ENTRY, 8).to(tl.float32) + 0.5) * 2.0**-18
 
@@ -326,11 +458,7 @@ def random_fraction(words, ENTRY: tl.constexpr):
 def random_offset(words, ENTRY: tl.constexpr):
     """(r - 127.5) / 256 of the 8-bit random number of a tile entry, fp32."""
     if PTX:
-        ASM: tl.constexpr = _byte_asm(ENTRY % 4, 0x43000000)  # 128 + r / 256
-        bits = tl.inline_asm_elementwise(
-            ASM, "=r,r", [words[ENTRY // 4]], dtype=tl.int32, is_pure=True, pack=1
-        )
-        return as_float(bits) - 128.498046875
+        return place_byte(words, ENTRY, 1) - 128.498046875
     else:
         return (random_of(words, ENTRY, 8).to(tl.float32) - 127.5) * 2.0**-8
 
@@ -399,10 +527,50 @@ def float_field(
     return field
 
 
+@triton.constexpr_function
+def _draw_asm(entry):
+    return f"prmt.b32 $0, $1, $2, {0x4054 + 256 * (entry % 4):#x};"
+
+
+@triton.jit
+def drawn_byte(x, words, ENTRY: tl.constexpr, ELEM: tl.constexpr, CLAMP: tl.constexpr):
+    """int32 whose upper byte is the code of |x| in e4m3 or e5m2, rounded by an 8-bit number. PTX.
+
+    CLAMP to the largest value, unless x exceeds it by no more than a row's fp32 scale lets it: less
+    than what separates the largest draw from the next code.
+    """
+    FIELDS: tl.constexpr = float_fields(ELEM)
+    if CLAMP:
+        x = tl.minimum(tl.abs(x), FIELDS[3])
+    field = as_bits(tl.fma(x, 2.0 ** (-126 - FIELDS[1]), 0.0)) << (FIELDS[0] + 1)
+    ASM: tl.constexpr = _draw_asm(ENTRY)
+    draw = tl.inline_asm_elementwise(
+        ASM, "=r,r,r", [words[ENTRY // 4], words[len(words) - 3]], dtype=tl.int32,
+        is_pure=True, pack=1,
+    )  # fmt: skip
+    return field + draw
+
+
+@triton.jit
+def top_bytes(a, b, c, d):
+    """The upper bytes of four int32 words, a's lowest. PTX."""
+    return permute(permute(a, b, 0x0073), permute(c, d, 0x7300), 0x7610)
+
+
 @triton.jit
 def half_step(x):
     """2**10 times the step of fp16 at x: the power of two below |x|, at least 2**-14."""
     return as_float(tl.maximum(as_bits(x) & 0x7F800000, 113 << 23))
+
+
+@triton.constexpr_function
+def _round_by_chance_asm(byte):
+    """The thirteen random bits of each of two numbers are (r << 5) + 16, as (r << 8 | 128) >> 3."""
+    selector = 0x0404 + (byte << 4) + ((byte + 1) << 12)
+    return (
+        f"{{ .reg .b32 t; prmt.b32 t, $3, 128, {selector:#x}; shr.u32 t, t, 3; "
+        "cvt.rs.satfinite.f16x2.f32 $0, $2, $1, t; }"
+    )
 
 
 @triton.jit
@@ -411,6 +579,11 @@ def half_pair_stochastic(low, high, words, ENTRY: tl.constexpr):
 
     Less than one step is added away from zero, then the conversion truncates.
     """
+    if HARDWARE_ROUNDING and rounds_by_chance():
+        ASM: tl.constexpr = _round_by_chance_asm(ENTRY % 4)
+        return tl.inline_asm_elementwise(
+            ASM, "=r,f,f,r", [low, high, words[ENTRY // 4]], dtype=tl.int32, is_pure=True, pack=1
+        )
     out = ()
     for e in tl.static_range(2):
         x = low if e == 0 else high
@@ -439,7 +612,7 @@ def float_code(
     x, r, ELEM: tl.constexpr, ROUND: tl.constexpr, BITS: tl.constexpr, HAS_NAN: tl.constexpr
 ):
     """Codes (int32) of fp32 values in a float element, given one random number each."""
-    field = float_field(x, (r,), 0, ELEM, ROUND, BITS, HAS_NAN)
+    field = float_field(x, (r,) + byte_places(r < 0), 0, ELEM, ROUND, BITS, HAS_NAN)
     return place_float(as_bits(x) & 0, x, field, 0, ELEM)
 
 
@@ -480,7 +653,7 @@ def integer_bits(
 @triton.jit
 def int_code(t, r, TOP: tl.constexpr, SR: tl.constexpr, BITS: tl.constexpr):
     """Signed integer codes (int32) of scaled fp32 values, given one random number each."""
-    return integer_bits(t, (r,), 0, TOP, 0, SR, BITS, True) - 0x4B400000
+    return integer_bits(t, (r,) + byte_places(r < 0), 0, TOP, 0, SR, BITS, True) - 0x4B400000
 
 
 @triton.jit
@@ -641,6 +814,105 @@ def store_scales(
     return scales, inverses
 
 
+# --- one block a plane: sixteen blocks a row pair, four lanes to share them -----------------------
+
+
+@triton.constexpr_function
+def shares_blocks(fmt, rows, n, width):
+    """True if the four lanes of a row pair each make the scales of four of its sixteen blocks.
+
+    With planes of sixteen columns that are one block each (d_state 128) and one warp a tile, lane
+    4 g + q holds columns 4 q .. 4 q + 3 of row pair g. Its blocks are numbers 4 q .. 4 q + 3, where
+    p * 8 + i is plane i of the row of parity p.
+    """
+    blocks = fmt[3:6] == ("block", 16, "e4m3")
+    return PTX.value and blocks and n == 128 and width == 16 and rows % 16 == 0
+
+
+@triton.constexpr_function
+def _shared_amax_asm():
+    text = "{ .reg .f32 m<16>, send, got, x; .reg .b32 lane, bit; .reg .pred high, odd; "
+    for t in range(16):
+        w = 4 + 4 * t
+        text += f"abs.f32 m{t}, ${w}; "
+        for c in range(1, 4):
+            text += f"abs.f32 x, ${w + c}; max.NaN.f32 m{t}, m{t}, x; "
+    text += "mov.u32 lane, %laneid; and.b32 bit, lane, 2; setp.ne.u32 high, bit, 0; "
+    text += "and.b32 bit, lane, 1; setp.ne.u32 odd, bit, 0; "
+    for half in (8, 4):  # give away half of the maxima, and receive those of the other half
+        which = "high" if half == 8 else "odd"
+        for t in range(half):
+            x, y = f"m{t}", f"m{t + half}"
+            text += f"selp.f32 send, {x}, {y}, {which}; selp.f32 {x}, {y}, {x}, {which}; "
+            text += f"shfl.sync.bfly.b32 got, send, {half // 4}, 31, -1; "
+            text += f"max.NaN.f32 {x}, {x}, got; "
+    return text + "mov.f32 $0, m0; mov.f32 $1, m1; mov.f32 $2, m2; mov.f32 $3, m3; }"
+
+
+@triton.constexpr_function
+def _shared_scales_asm(up):
+    """Round $4..$7 (not negative) to e4m3: $0..$3 their values, the codes to $8.
+
+    Stored here, since a lane's four places may be the columns 4 q + (0, 2, 1, 3) of a tensor, after
+    a product; the first is 4 q always.
+    """
+    ratios = ["$4", "$5", "$6", "$7"]
+    text = "{ .reg .b16 l, h, a, b; .reg .b32 f, g, one; .reg .f32 r<4>; .reg .pred p; "
+    if up:
+        for i in range(4):
+            text += f"min.f32 r{i}, {ratios[i]}, 0f43e00000; "  # 448
+        ratios = ["r0", "r1", "r2", "r3"]
+    text += f"cvt.rn.satfinite.e4m3x2.f32 l, {ratios[1]}, {ratios[0]}; "
+    text += f"cvt.rn.satfinite.e4m3x2.f32 h, {ratios[3]}, {ratios[2]}; mov.b32 f, {{l, h}}; "
+    values = "cvt.rn.f16x2.e4m3x2 g, l; mov.b32 {a, b}, g; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; "
+    values += "cvt.rn.f16x2.e4m3x2 g, h; mov.b32 {a, b}, g; cvt.f32.f16 $2, a; cvt.f32.f16 $3, b; "
+    text += values
+    if up:
+        for i in range(4):
+            text += f"setp.lt.f32 p, ${i}, r{i}; selp.b32 one, {1 << (8 * i)}, 0, p; "
+            text += "add.u32 f, f, one; "
+        text += "mov.b32 {l, h}, f; " + values
+    return text + "st.global.b32 [$8], f; }"
+
+
+@triton.jit
+def shared_scales(amax, pair, scale_ptr, tile_ptr, MAX_CODE: tl.constexpr, UP: tl.constexpr):
+    """Store the scales of blocks from their largest magnitudes; the inverses, fp32 [8, 16]."""
+    tile_amax = as_float(tl.max(tl.max(as_bits(amax), 1), 0))
+    tile = floored_scale(divide(tile_amax, MAX_CODE * 448.0, 1.0 / (MAX_CODE * 448.0)))
+    tile_inverse = reciprocal(tl.where(tile > 0, tile, 1.0))
+    tl.store(tile_ptr + tl.min(pair, 0) // PAIRS, tile)
+    ratio = divide(divide(amax, MAX_CODE, 1.0 / MAX_CODE), tile, tile_inverse)
+    place = scale_ptr + pair[:, None] * 16 + tl.arange(0, 16)[None, :]
+    ASM: tl.constexpr = _shared_scales_asm(UP)
+    scale = tl.inline_asm_elementwise(
+        ASM, "=&f,=&f,=&f,=&f,f,f,f,f,l,l,l,l", [ratio, place.to(tl.int64)],
+        dtype=tl.float32, is_pure=False, pack=4,
+    )  # fmt: skip
+    scale = scale * tile
+    good = scale > 0
+    return tl.where(good, reciprocal(tl.where(good, scale, 1.0)), 0.0)
+
+
+@triton.constexpr_function
+def _shared_product_asm(block):
+    text = "{ .reg .b32 lane, s; mov.u32 lane, %laneid; and.b32 lane, lane, 28; "
+    text += f"add.u32 lane, lane, {block // 4}; "
+    text += f"shfl.sync.idx.b32 s, ${8 + block % 4}, lane, 31, -1; "
+    for c in range(4):
+        text += f"mul.rn.f32 ${c}, ${4 + c}, s; "
+    return text + "}"
+
+
+@triton.jit
+def shared_product(x, inverses, BLOCK: tl.constexpr):
+    """Block number BLOCK, fp32 [8, 16], times its number of ``shared_scales``."""
+    ASM: tl.constexpr = _shared_product_asm(BLOCK)
+    return tl.inline_asm_elementwise(
+        ASM, "=&f,=&f,=&f,=&f" + ",f" * 8, [x, inverses], dtype=tl.float32, is_pure=True, pack=4
+    )
+
+
 @triton.jit
 def store_if(ptr, value, mask, ALWAYS: tl.constexpr):
     """A store under a mask that may be known to be true."""
@@ -696,7 +968,6 @@ def encode_tile(
     WIDTH: tl.constexpr = element_bits_of(ELEM)
     PER: tl.constexpr = 32 // WIDTH
     SCALED: tl.constexpr = GRAN != "none"
-    LOW_PER: tl.constexpr = 32 // LOW if LOW > 0 else 1
     INTEGER: tl.constexpr = ELEM == "int8" or ELEM == "int4"
     BIAS: tl.constexpr = integer_bias(WIDTH, LOW) if INTEGER else 0
     FLIP: tl.constexpr = -0x7F7F7F80 if ELEM == "int8" else 0  # stored bytes are signed
@@ -704,10 +975,18 @@ def encode_tile(
     FULL: tl.constexpr = R % 16 == 0 and column.shape[0] == W
     CLAMP: tl.constexpr = (SCALE == "e4m3" and not UP) or (SR and BITS == 16)
     HALVES: tl.constexpr = ELEM == "fp16" and SR and BITS == 8 and PTX and not SCALED
+    BYTES: tl.constexpr = WIDTH == 8 and not INTEGER and SR and BITS == 8 and SCALED and PTX
+    SHARED: tl.constexpr = INTEGER and not BACK and shares_blocks(FORMAT, R, N, column.shape[0])
     tile = 0.0
     tile_inverse = 0.0
     amaxes = ()
-    if SCALED:
+    if SHARED:
+        AMAX: tl.constexpr = _shared_amax_asm()
+        amax = tl.inline_asm_elementwise(
+            AMAX, "=&f,=&f,=&f,=&f" + ",f" * 64, values, dtype=tl.float32, is_pure=True, pack=4
+        )
+        shared = shared_scales(amax, pair, scale_ptr, tile_ptr, MAX_CODE, UP)
+    elif SCALED:
         amaxes = (
             group_amax(values, 0, column, W, BLOCK, N),
             group_amax(values, 1, column, W, BLOCK, N),
@@ -724,7 +1003,7 @@ def encode_tile(
     back = ()
     for p in tl.static_range(2):
         row = 2 * pair + p
-        if SCALED:
+        if SCALED and not SHARED:
             scales, inverses = store_scales(
                 amaxes[p], tile, tile_inverse, scale_ptr, row, row_ok[p],
                 N // BLOCK if BLOCK > 0 else 1, SCALE, MAX_CODE, UP, R % 16 == 0,
@@ -732,10 +1011,13 @@ def encode_tile(
         mask = row_ok[p][:, None] & column_ok[None, :]
         zero = (row * 0)[:, None] + (column * 0)[None, :]
         word = zero
-        low_word = zero
+        integers = ()
+        drawn = ()
         for i in tl.static_range(8):
             x = values[p * 8 + i]
-            if INTEGER:
+            if SHARED:
+                x = shared_product(x, shared, p * 8 + i)
+            elif INTEGER:
                 x = rounded_product(x, spread(inverses, column, i, W, BLOCK, N))
             elif SCALED:
                 x = x * spread(inverses, column, i, W, BLOCK, N)
@@ -749,37 +1031,88 @@ def encode_tile(
                         back = back + half_values(word)
             elif INTEGER:
                 bits = integer_bits(x, words, p * 8 + i, MAX_CODE, BIAS, SR, BITS, CLAMP)
-                word = word | (shift(bits, WIDTH * (i % PER) - LOW) & lane_mask(WIDTH, i % PER))
+                integers = integers + (bits,)
                 value = as_float(bits) - (12582912.0 + BIAS)
-                if LOW > 0:
-                    low_word = low_word | (
-                        shift(bits, LOW * (i % LOW_PER)) & lane_mask(LOW, i % LOW_PER)
-                    )
-                    if i % LOW_PER == LOW_PER - 1:
-                        at = row[:, None] * (LOW // 4 * W) + (i // LOW_PER) * W + column[None, :]
-                        store_if(low_ptr + at, low_word ^ FLIP_LOW, mask, FULL)
-                        low_word = zero
+            elif BYTES:
+                drawn = drawn + (drawn_byte(x, words, p * 8 + i, ELEM, SCALE != "fp32"),)
+                if i % 4 == 3:
+                    codes = top_bytes(drawn[i - 3], drawn[i - 2], drawn[i - 1], drawn[i])
+                    signs = top_bytes(
+                        as_bits(values[p * 8 + i - 3]), as_bits(values[p * 8 + i - 2]),
+                        as_bits(values[p * 8 + i - 1]), as_bits(values[p * 8 + i]),
+                    )  # fmt: skip
+                    word = (codes & 0x7F7F7F7F) | (signs & -0x7F7F7F80)
             else:
                 field = float_field(
                     x, words, p * 8 + i, ELEM, "sr" if SR else "rn", BITS, not SCALED
                 )
                 word = place_float(word, x, field, i, ELEM)
-                if BACK:
-                    if PER == 1 or i % PER == PER - 1:
-                        for e in tl.static_range(PER):
-                            value = code_value(word, e, ELEM, not SCALED)
-                            if SCALED:
-                                value = value * spread(scales, column, i - PER + 1 + e, W, BLOCK, N)
-                            back = back + (value,)
-            if i % PER == PER - 1:
+            if BACK and not INTEGER and ELEM != "fp32" and not HALVES and i % PER == PER - 1:
+                for e in tl.static_range(PER):
+                    value = code_value(word, e, ELEM, not SCALED)
+                    if SCALED:
+                        value = value * spread(scales, column, i - PER + 1 + e, W, BLOCK, N)
+                    back = back + (value,)
+            if i % PER == PER - 1 and not INTEGER:
                 at = row[:, None] * (8 // PER * W) + (i // PER) * W + column[None, :]
-                store_if(code_ptr + at, word ^ FLIP, mask, FULL)
+                store_if(code_ptr + at, word, mask, FULL)
                 word = zero
             if BACK and (INTEGER or ELEM == "fp32"):
                 if SCALED:
                     value = value * spread(scales, column, i, W, BLOCK, N)
                 back = back + (value,)
+        if INTEGER:
+            codes, lows = pack_integers(integers, WIDTH, LOW)
+            for k in tl.static_range(8 // PER):
+                at = row[:, None] * (8 // PER * W) + k * W + column[None, :]
+                store_if(code_ptr + at, codes[k] ^ FLIP, mask, FULL)
+            for k in tl.static_range(LOW // 4):
+                at = row[:, None] * (LOW // 4 * W) + k * W + column[None, :]
+                store_if(low_ptr + at, lows[k] ^ FLIP_LOW, mask, FULL)
     return back
+
+
+@triton.jit
+def gather_bytes(a, b, c, d):
+    """(the lowest bytes of four int32 words, their second bytes), a's lowest. PTX."""
+    first = permute(a, b, 0x5140)
+    second = permute(c, d, 0x5140)
+    return permute(first, second, 0x5410), permute(first, second, 0x7632)
+
+
+@triton.jit
+def pack_integers(bits, WIDTH: tl.constexpr, LOW: tl.constexpr):
+    """Integers of WIDTH + LOW bits in the low places of eight int32 -> words of both parts."""
+    PER: tl.constexpr = 32 // WIDTH
+    codes = ()
+    lows = ()
+    if PTX and WIDTH + LOW == 12:
+        SHIFT: tl.constexpr = 0 if WIDTH == 4 else 4
+        one = gather_bytes(bits[0] << SHIFT, bits[1] << SHIFT, bits[2] << SHIFT, bits[3] << SHIFT)
+        two = gather_bytes(bits[4] << SHIFT, bits[5] << SHIFT, bits[6] << SHIFT, bits[7] << SHIFT)
+        PART: tl.constexpr = 1 if WIDTH == 4 else 0  # which of the parts has four bits
+        even = permute(one[PART], two[PART], 0x6420)
+        odd = permute(one[PART], two[PART], 0x7531)
+        if WIDTH == 4:
+            codes = ((odd << 4) | even,)
+            lows = (one[0], two[0])
+        else:  # its bits are the upper half of each byte
+            codes = (one[1], two[1])
+            lows = (odd | ((even >> 4) & 0x0F0F0F0F),)
+    else:
+        for k in tl.static_range(8 // PER):
+            word = bits[0] & 0
+            for i in tl.static_range(PER):
+                word = word | (shift(bits[k * PER + i], WIDTH * i - LOW) & lane_mask(WIDTH, i))
+            codes = codes + (word,)
+        if LOW > 0:
+            LOW_PER: tl.constexpr = 32 // LOW
+            for k in tl.static_range(LOW // 4):
+                word = bits[0] & 0
+                for i in tl.static_range(LOW_PER):
+                    word = word | (shift(bits[k * LOW_PER + i], LOW * i) & lane_mask(LOW, i))
+                lows = lows + (word,)
+    return codes, lows
 
 
 @triton.constexpr_function
@@ -790,59 +1123,112 @@ def lane_mask(width, index):
 
 
 @triton.jit
-def decode_tile(
-    pair,
-    column,
-    row_ok,
-    column_ok,
-    code_ptr,
-    low_ptr,
-    scale_ptr,
-    tile_ptr,
-    FORMAT: tl.constexpr,
-    R: tl.constexpr,
-    N: tl.constexpr,
-    RAW: tl.constexpr = False,
-):
-    """The checkpoint of a tile as sixteen fp32 [8, W] tensors; arguments as ``encode_tile``.
+def fetch_tile(
+    pair, column, row_ok, column_ok, code_ptr, low_ptr, scale_ptr,
+    FORMAT: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """What ``decode_words`` makes a tile of, as loaded: codes, low parts and scales of its rows.
 
     Masks count only where a tile may be cut (R % 16, or W not a power of two): all of a whole tile
-    is read. RAW leaves out the scale of a row.
+    is read. Arguments as ``encode_tile``.
     """
     ELEM: tl.constexpr = FORMAT[0]
     LOW: tl.constexpr = FORMAT[1]
-    GRAN: tl.constexpr = FORMAT[3]
-    BLOCK: tl.constexpr = FORMAT[4]
-    SCALE: tl.constexpr = FORMAT[5]
     W: tl.constexpr = N // 8
     WORDS: tl.constexpr = element_bits_of(ELEM) // 4
-    LOW_ELEM: tl.constexpr = "int4" if LOW == 4 else "int8"
     FULL: tl.constexpr = R % 16 == 0 and column.shape[0] == W
-    tile = 0.0
-    if GRAN == "block" and SCALE == "e4m3":
-        tile = tl.load(tile_ptr + tl.min(pair, 0) // PAIRS)
+    LOW_ELEM: tl.constexpr = "int4" if LOW == 4 else "int8"
     out = ()
     for p in tl.static_range(2):
         row = 2 * pair + p
         mask = row_ok[p][:, None] & column_ok[None, :]
         offs = row[:, None] * (WORDS * W) + column[None, :]
-        words = load_words(code_ptr, offs, mask, W, ELEM, FULL)
+        out = out + load_words(code_ptr, offs, mask, W, ELEM, FULL)
         if LOW > 0:
-            low_offs = row[:, None] * (LOW // 4 * W) + column[None, :]
-            lows = load_words(low_ptr, low_offs, mask, W, LOW_ELEM, FULL)
-            values = planar_values(words, lows, ELEM, LOW)
+            offs = row[:, None] * (LOW // 4 * W) + column[None, :]
+            out = out + load_words(low_ptr, offs, mask, W, LOW_ELEM, FULL)
+        if FORMAT[3] != "none":
+            out = out + fetch_scales(scale_ptr, row, row_ok[p], FORMAT, N, R % 16 == 0)
+    return out
+
+
+@triton.constexpr_function
+def fetched(fmt, n):
+    """(code words, low words, scale loads) of a row in what ``fetch_tile`` returns."""
+    count, per = scales_a_load(fmt, n)
+    return element_bits_of(fmt[0]) // 4, fmt[1] // 4, 0 if fmt[3] == "none" else count // per
+
+
+@triton.jit
+def fetched_scales(words, P: tl.constexpr, FORMAT: tl.constexpr, N: tl.constexpr):
+    """The stored scales of the rows of parity P in what ``fetch_tile`` returned."""
+    CODES: tl.constexpr = fetched(FORMAT, N)[0]
+    LOWS: tl.constexpr = fetched(FORMAT, N)[1]
+    SCALES: tl.constexpr = fetched(FORMAT, N)[2]
+    out = ()
+    for k in tl.static_range(SCALES):
+        out = out + (words[P * (CODES + LOWS + SCALES) + CODES + LOWS + k],)
+    return out
+
+
+@triton.jit
+def decode_words(
+    words, tile, pair, column, row_ok, column_ok,
+    FORMAT: tl.constexpr, R: tl.constexpr, N: tl.constexpr, RAW: tl.constexpr = False,
+):  # fmt: skip
+    """What ``fetch_tile`` returned as sixteen fp32 [8, W] tensors; tile: its fp32 scale, or 0.
+
+    RAW leaves out the scale of a row.
+    """
+    ELEM: tl.constexpr = FORMAT[0]
+    LOW: tl.constexpr = FORMAT[1]
+    GRAN: tl.constexpr = FORMAT[3]
+    W: tl.constexpr = N // 8
+    FULL: tl.constexpr = R % 16 == 0 and column.shape[0] == W
+    CODES: tl.constexpr = fetched(FORMAT, N)[0]
+    LOWS: tl.constexpr = fetched(FORMAT, N)[1]
+    EACH: tl.constexpr = CODES + LOWS + fetched(FORMAT, N)[2]
+    out = ()
+    for p in tl.static_range(2):
+        codes = ()
+        for k in tl.static_range(CODES):
+            codes = codes + (words[p * EACH + k],)
+        if LOW > 0:
+            lows = ()
+            for k in tl.static_range(LOWS):
+                lows = lows + (words[p * EACH + CODES + k],)
+            values = planar_values(codes, lows, ELEM, LOW)
         else:
-            values = code_values(words, ELEM, GRAN == "none")
+            values = code_values(codes, ELEM, GRAN == "none")
         if GRAN != "none" and not RAW:
-            scales = load_scales(
-                scale_ptr, tile, row, row_ok[p], GRAN, SCALE, BLOCK, N, R % 16 == 0
-            )
+            scales = decode_scales(fetched_scales(words, p, FORMAT, N), tile, FORMAT, N)
         for i in tl.static_range(8):
             value = values[i]
             if GRAN != "none" and not RAW:
-                value = value * spread(scales, column, i, W, BLOCK, N)
+                value = value * spread(scales, column, i, W, FORMAT[4], N)
             if FULL:
                 out = out + (value,)
             else:  # what lies beyond the rows or columns is zero
+                mask = row_ok[p][:, None] & column_ok[None, :]
                 out = out + (tl.where(mask, value, 0.0),)
     return out
+
+
+@triton.jit
+def fetch_tile_scale(pair, tile_ptr, FORMAT: tl.constexpr):
+    """The fp32 scale of a tile, 0 where the format has none."""
+    if FORMAT[3] == "block" and FORMAT[5] == "e4m3":
+        return tl.load(tile_ptr + tl.min(pair, 0) // PAIRS)
+    else:
+        return 0.0
+
+
+@triton.jit
+def decode_tile(
+    pair, column, row_ok, column_ok, code_ptr, low_ptr, scale_ptr, tile_ptr,
+    FORMAT: tl.constexpr, R: tl.constexpr, N: tl.constexpr, RAW: tl.constexpr = False,
+):  # fmt: skip
+    """The checkpoint of a tile as sixteen fp32 [8, W] tensors; arguments as ``encode_tile``."""
+    words = fetch_tile(pair, column, row_ok, column_ok, code_ptr, low_ptr, scale_ptr, FORMAT, R, N)
+    tile = fetch_tile_scale(pair, tile_ptr, FORMAT)
+    return decode_words(words, tile, pair, column, row_ok, column_ok, FORMAT, R, N, RAW)

@@ -10,7 +10,8 @@ from ...config import StateConfig
 from ...formats.rotation import rotate
 from ...state.cache import StepRows
 from ...state.layout import StateViews
-from .planes import PAIRS, decode_tile, encode_tile, random_words
+from .halves import encode_halves, store_halves, takes_halves
+from .planes import PAIRS, decode_tile, encode_tile, fetch_tile, random_words
 from .spec import kernel_format, slot_stride, words
 
 
@@ -32,6 +33,7 @@ def encode_state(
     copy_ptr,
     copy_scale_ptr,
     copy_tile_ptr,
+    following,
     UPDATE: tl.constexpr,
     OUTPUT: tl.constexpr,
     HAS_COPY: tl.constexpr,
@@ -41,21 +43,48 @@ def encode_state(
     R: tl.constexpr,
     N: tl.constexpr,
 ):
-    """A tile into the checkpoint, then what it decodes to into the copy; pointers at the head."""
+    """A tile into the checkpoint, then what it decodes to into the copy; pointers at the head.
+
+    following: () or (pair, row_ok, code, low and scale pointers) of a tile of the same format, of
+    which ``fetch_tile`` is returned; its loads run meanwhile, from where registers are free.
+    """
     random = ()
     if SR:
         random = random_words(
             key, position, layer, head, pair[:, None], column[None, :], R, N // 8, BITS, ROUNDS
         )
-    back = encode_tile(
-        values, random, pair, column, row_ok, column_ok,
-        code_ptr, low_ptr, scale_ptr, tile_ptr, UPDATE, SR, BITS, R, N, HAS_COPY,
-    )  # fmt: skip
-    if HAS_COPY:
+    WIDTH: tl.constexpr = column.shape[0]
+    HALVES: tl.constexpr = HAS_COPY and takes_halves(UPDATE, OUTPUT, R, N, WIDTH, SR, BITS)
+    if HALVES:
+        stored = store_halves(values, random, pair, column, code_ptr)
+        fetched = fetch_following(following, column, column_ok, UPDATE, R, N)
+        encode_halves(stored, pair, column, copy_ptr, copy_scale_ptr, copy_tile_ptr)
+    else:
+        back = encode_tile(
+            values, random, pair, column, row_ok, column_ok,
+            code_ptr, low_ptr, scale_ptr, tile_ptr, UPDATE, SR, BITS, R, N, HAS_COPY,
+        )  # fmt: skip
+        fetched = fetch_following(following, column, column_ok, UPDATE, R, N)
+    if HAS_COPY and not HALVES:
         encode_tile(
             back, (), pair, column, row_ok, column_ok,
             copy_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr, OUTPUT, False, BITS, R, N, False,
         )  # fmt: skip
+    return fetched
+
+
+@triton.jit
+def fetch_following(
+    following, column, column_ok, FORMAT: tl.constexpr, R: tl.constexpr, N: tl.constexpr
+):
+    """``fetch_tile`` of (pair, row_ok, code, low and scale pointers), or () of ()."""
+    if len(following) > 0:
+        return fetch_tile(
+            following[0], column, following[1], column_ok, following[2], following[3],
+            following[4], FORMAT, R, N,
+        )  # fmt: skip
+    else:
+        return ()
 
 
 @triton.jit
@@ -97,7 +126,7 @@ def _store_kernel(
         tile_ptr + slot * tile_stride + i_h * TILES,
         copy_ptr + slot * copy_stride + i_h * COPY_HEAD,
         copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD,
-        copy_tile_ptr + slot * copy_tile_stride + i_h * TILES,
+        copy_tile_ptr + slot * copy_tile_stride + i_h * TILES, (),
         UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, R, N,
     )  # fmt: skip
 

@@ -20,7 +20,16 @@ from ..common.fold import (
     tile_product,
     unstack_rows,
 )
-from ..common.planes import PAIRS, PTX, decode_tile
+from ..common.planes import (
+    PAIRS,
+    PTX,
+    decode_tile,
+    decode_words,
+    fetch_tile,
+    fetch_tile_scale,
+    fetched_scales,
+    reciprocal,
+)
 from ..common.store import encode_state
 from .prepare import halves
 
@@ -99,7 +108,8 @@ def operand_of(fmt):
 
 @triton.jit
 def _inverse(top):
-    return tl.where(top > 0, 1.0 / tl.where(top > 0, top, 1.0), 0.0)
+    held = tl.minimum(tl.maximum(top, 2.0**-100), 2.0**126)  # what ``reciprocal`` takes
+    return tl.where(top > 0, reciprocal(held), 0.0)
 
 
 @triton.jit
@@ -172,7 +182,7 @@ def _read_keys(
 
 @triton.jit
 def _fold_dot(
-    values, scales, high, low, natural, natural_low, w_high, w_low, until, total, ring_v, v_now,
+    values, tops, high, low, natural, natural_low, w_high, w_low, until, total, ring_v, v_now,
     valid, i_t, pair,
     HV: tl.constexpr, V: tl.constexpr, WP: tl.constexpr, LP: tl.constexpr,
     OPERAND: tl.constexpr, WARPS: tl.constexpr,
@@ -180,8 +190,8 @@ def _fold_dot(
     """The whole window at once: e^(G_n) U + [(v - e^G U k) W^T] k; see ``prepare``.
 
     OPERAND says how the checkpoint becomes fp16 numbers: "plain" if it is fp16, "row" if its codes
-    are and have one scale a row (``values`` are then the codes), else "split" into two, after
-    division by the row's largest value.
+    are and have one scale a row (``values`` are then the codes, tops the scales of the even and of
+    the odd rows, [8]), else "split" into two, after division by the row's largest value.
     """
     place = tl.arange(0, 2 * PAIRS)
     stacked = (i_t * 2 * PAIRS + 2 * (place % PAIRS) + place // PAIRS)[:, None]
@@ -191,11 +201,11 @@ def _fold_dot(
     even_total = total
     odd_total = total
     if OPERAND == "row":
-        even_top = tl.load(scales + 2 * pair, mask=2 * pair < V, other=0.0)
-        odd_top = tl.load(scales + 2 * pair + 1, mask=2 * pair + 1 < V, other=0.0)
-        even_total = even_top.to(tl.float32)[:, None] * total
-        odd_total = odd_top.to(tl.float32)[:, None] * total
-        top = tl.load(scales + stacked, mask=stacked < V, other=0.0).to(tl.float32)
+        even_top = tops[0].to(tl.float32)[:, None]
+        odd_top = tops[1].to(tl.float32)[:, None]
+        even_total = even_top * total
+        odd_total = odd_top * total
+        top = stack_tile(even_top, odd_top, 1)
     elif OPERAND == "split":
         even_top = _largest(values, 0)
         odd_top = _largest(values, 1)
@@ -234,12 +244,13 @@ def _fold_dot(
 
 
 @triton.jit
-def flush_tile(
-    i_b, i_h, i_t, slot, valid, ahead,
+def _fold_tile(
+    words, tile, following, key, position,
+    i_b, i_h, i_t, slot, valid,
     # of prepare_kernel, at this head or its key head
     keys_ptr, query_ptr, gate_ptr, rate_ptr, v_ptr,
     high_ptr, low_key_ptr, w_high_ptr, w_low_ptr, until_ptr, total_ptr,
-    ring_v_ptr, ring_g_ptr, ring_beta_ptr, position_ptr, key_ptr, y_ptr,
+    ring_v_ptr, ring_g_ptr, ring_beta_ptr, y_ptr,
     code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
     v_stride, y_stride, ring_v_stride, ring_g_stride, ring_beta_stride,
     code_stride, low_stride, scale_stride, tile_stride,
@@ -251,13 +262,8 @@ def flush_tile(
     SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
     DOT: tl.constexpr, LP: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Fold the window into tile i_t (16 rows) of a value head, store it and its y.
-
-    ahead: the tile to ask for meanwhile, counted from the head's first.
-    """
+    """Fold the window into a fetched tile, store it and its y; what ``encode_state`` fetches."""
     W: tl.constexpr = K // 8
-    TILE_WORDS: tl.constexpr = 16 * CODE_HEAD // V
-    LOW_WORDS: tl.constexpr = 16 * LOW_HEAD // V
     OPERAND: tl.constexpr = operand_of(UPDATE)
     RAW: tl.constexpr = DOT and OPERAND == "row"
     column = tl.arange(0, WP)
@@ -268,17 +274,15 @@ def flush_tile(
     low = low_ptr + slot * low_stride + i_h * LOW_HEAD
     scales = scale_ptr + slot * scale_stride + i_h * SCALE_HEAD
     tiles = tile_ptr + slot * tile_stride + i_h * TILES
-    values = decode_tile(
-        pair, column, row_ok, column_ok, code, low, scales, tiles, UPDATE, V, K, RAW
-    )
-    if V % 16 == 0:  # heads follow each other without a gap
-        prefetch_words(code, ahead * TILE_WORDS, TILE_WORDS)
-        prefetch_words(low, ahead * LOW_WORDS, LOW_WORDS)
+    values = decode_words(words, tile, pair, column, row_ok, column_ok, UPDATE, V, K, RAW)
+    tops = ()
+    if RAW:
+        tops = fetched_scales(words, 0, UPDATE, K) + fetched_scales(words, 1, UPDATE, K)
     ring_v = ring_v_ptr + slot * ring_v_stride + i_h * V
     v_now = v_ptr + i_b * v_stride + i_h * V
     if DOT:
         values = _fold_dot(
-            values, scales, high_ptr, low_key_ptr,
+            values, tops, high_ptr, low_key_ptr,
             high_ptr + LP * 8 * WP, low_key_ptr + LP * 8 * WP,
             w_high_ptr, w_low_ptr, until_ptr, tl.load(total_ptr), ring_v, v_now, valid, i_t, pair,
             HV, V, WP, LP, OPERAND, WARPS,
@@ -303,13 +307,65 @@ def flush_tile(
             dot += values[p * 8 + e] * q[e]
         y = y_ptr + i_b * y_stride + i_h * V + 2 * pair + p
         tl.store(y, tl.sum(dot, 1).to(y_ptr.dtype.element_ty), mask=row_ok[p])
-    encode_state(
-        values, tl.load(key_ptr + i_b), tl.load(position_ptr + i_b), layer,
+    return encode_state(
+        values, key, position, layer,
         i_h + head_offset, pair, column, row_ok, column_ok, code, low, scales, tiles,
         copy_ptr + slot * copy_stride + i_h * COPY_HEAD,
         copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD,
-        copy_tile_ptr + slot * copy_tile_stride + i_h * TILES,
+        copy_tile_ptr + slot * copy_tile_stride + i_h * TILES, following,
         UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, V, K,
+    )  # fmt: skip
+
+
+@triton.jit
+def flush_tile(
+    i_b, i_h, i_t, slot, valid, ahead,
+    # of prepare_kernel, at this head or its key head
+    keys_ptr, query_ptr, gate_ptr, rate_ptr, v_ptr,
+    high_ptr, low_key_ptr, w_high_ptr, w_low_ptr, until_ptr, total_ptr,
+    ring_v_ptr, ring_g_ptr, ring_beta_ptr, position_ptr, key_ptr, y_ptr,
+    code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
+    v_stride, y_stride, ring_v_stride, ring_g_stride, ring_beta_stride,
+    code_stride, low_stride, scale_stride, tile_stride,
+    copy_stride, copy_scale_stride, copy_tile_stride, layer, head_offset,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WP: tl.constexpr, GW: tl.constexpr,
+    CODE_HEAD: tl.constexpr, LOW_HEAD: tl.constexpr, SCALE_HEAD: tl.constexpr,
+    COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
+    UPDATE: tl.constexpr, OUTPUT: tl.constexpr, HAS_COPY: tl.constexpr,
+    SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
+    DOT: tl.constexpr, LP: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Fold the window into tile i_t (16 rows) of a value head, store it and its y.
+
+    ahead: the tile to ask for meanwhile, counted from the head's first.
+    """
+    W: tl.constexpr = K // 8
+    TILE_WORDS: tl.constexpr = 16 * CODE_HEAD // V
+    LOW_WORDS: tl.constexpr = 16 * LOW_HEAD // V
+    column = tl.arange(0, WP)
+    column_ok = column < W
+    pair = i_t * PAIRS + tl.arange(0, PAIRS)
+    row_ok = (2 * pair < V, 2 * pair + 1 < V)
+    code = code_ptr + slot * code_stride + i_h * CODE_HEAD
+    low = low_ptr + slot * low_stride + i_h * LOW_HEAD
+    scales = scale_ptr + slot * scale_stride + i_h * SCALE_HEAD
+    tiles = tile_ptr + slot * tile_stride + i_h * TILES
+    words = fetch_tile(pair, column, row_ok, column_ok, code, low, scales, UPDATE, V, K)
+    if V % 16 == 0:  # heads follow each other without a gap
+        prefetch_words(code, ahead * TILE_WORDS, TILE_WORDS)
+        prefetch_words(low, ahead * LOW_WORDS, LOW_WORDS)
+    _fold_tile(
+        words, fetch_tile_scale(pair, tiles, UPDATE), (),
+        tl.load(key_ptr + i_b), tl.load(position_ptr + i_b),
+        i_b, i_h, i_t, slot, valid, keys_ptr, query_ptr, gate_ptr, rate_ptr, v_ptr,
+        high_ptr, low_key_ptr, w_high_ptr, w_low_ptr, until_ptr, total_ptr,
+        ring_v_ptr, ring_g_ptr, ring_beta_ptr, y_ptr,
+        code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
+        v_stride, y_stride, ring_v_stride, ring_g_stride, ring_beta_stride,
+        code_stride, low_stride, scale_stride, tile_stride,
+        copy_stride, copy_scale_stride, copy_tile_stride, layer, head_offset,
+        HV, K, V, WP, GW, CODE_HEAD, LOW_HEAD, SCALE_HEAD, COPY_HEAD, COPY_SCALE_HEAD, TILES,
+        UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, DOT, LP, WARPS,
     )  # fmt: skip
 
 
@@ -338,33 +394,60 @@ def flush_kernel(
     this one is worked on.
     """
     mine, programs = tl.program_id(0), tl.num_programs(0)
-    units = tl.load(list_ptr) * (HV * TILES)
+    EACH: tl.constexpr = HV * TILES
+    column = tl.arange(0, WP)
+    column_ok = column < K // 8
+    units = tl.load(list_ptr) * EACH
     run = tl.cdiv(units, programs)
-    end = tl.minimum((mine + 1) * run, units)
-    for unit in range(mine * run, end):
-        i_b = tl.load(list_ptr + 1 + unit // (HV * TILES)).to(tl.int64)
-        i_h = unit // TILES % HV
-        i_t = unit % TILES
+    first, end = mine * run, tl.minimum((mine + 1) * run, units)
+    for number in range(first // EACH, tl.cdiv(end, EACH)):  # of the listed batch rows
+        i_b = tl.load(list_ptr + 1 + number).to(tl.int64)
         slot = tl.load(slot_ptr + i_b).to(tl.int64)
-        head = i_b * HV + i_h
-        key_head = i_b * HK + i_h // PER
-        ahead = ((unit + 1 < end) & (unit % (HV * TILES) + 1 < HV * TILES)).to(tl.int32) + i_t
-        flush_tile(
-            i_b, i_h, i_t, slot, tl.load(valid_ptr + i_b), ahead,
-            keys_ptr + key_head * (L * K), query_ptr + key_head * K,
-            gate_ptr + head * GW, rate_ptr + head, v_ptr,
-            high_ptr + key_head * (2 * LP * 8 * WP), low_key_ptr + key_head * (2 * LP * 8 * WP),
-            w_high_ptr + head * (LP * LP), w_low_ptr + head * (LP * LP),
-            until_ptr + head * LP, total_ptr + head,
-            ring_v_ptr, ring_g_ptr, ring_beta_ptr, position_ptr, key_ptr, y_ptr,
-            code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
-            v_stride, y_stride, ring_v_stride, ring_g_stride, ring_beta_stride,
-            code_stride, low_stride, scale_stride, tile_stride,
-            copy_stride, copy_scale_stride, copy_tile_stride, layer, head_offset,
-            HV, K, V, WP, GW,
-            CODE_HEAD, LOW_HEAD, SCALE_HEAD, COPY_HEAD, COPY_SCALE_HEAD, TILES,
-            UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, DOT, LP, WARPS,
+        valid = tl.load(valid_ptr + i_b)
+        key = tl.load(key_ptr + i_b)
+        position = tl.load(position_ptr + i_b)
+        start = tl.maximum(first - number * EACH, 0)
+        last = tl.minimum(end - number * EACH, EACH) - 1
+        i_h, i_t = start // TILES, start % TILES
+        pair = i_t * PAIRS + tl.arange(0, PAIRS)
+        row_ok = (2 * pair < V, 2 * pair + 1 < V)
+        words = fetch_tile(
+            pair, column, row_ok, column_ok, code_ptr + slot * code_stride + i_h * CODE_HEAD,
+            low_ptr + slot * low_stride + i_h * LOW_HEAD,
+            scale_ptr + slot * scale_stride + i_h * SCALE_HEAD, UPDATE, V, K,
         )  # fmt: skip
+        tile = fetch_tile_scale(pair, tile_ptr + slot * tile_stride + i_h * TILES, UPDATE)
+        for unit in range(start, last + 1):
+            i_h, i_t = unit // TILES, unit % TILES
+            after = tl.minimum(unit + 1, last)
+            n_h = after // TILES
+            next_pair = after % TILES * PAIRS + tl.arange(0, PAIRS)
+            following = (
+                next_pair, (2 * next_pair < V, 2 * next_pair + 1 < V),
+                code_ptr + slot * code_stride + n_h * CODE_HEAD,
+                low_ptr + slot * low_stride + n_h * LOW_HEAD,
+                scale_ptr + slot * scale_stride + n_h * SCALE_HEAD,
+            )  # fmt: skip
+            head = i_b * HV + i_h
+            key_head = i_b * HK + i_h // PER
+            words = _fold_tile(
+                words, tile, following, key, position, i_b, i_h, i_t, slot, valid,
+                keys_ptr + key_head * (L * K), query_ptr + key_head * K,
+                gate_ptr + head * GW, rate_ptr + head, v_ptr,
+                high_ptr + key_head * (2 * LP * 8 * WP),
+                low_key_ptr + key_head * (2 * LP * 8 * WP),
+                w_high_ptr + head * (LP * LP), w_low_ptr + head * (LP * LP),
+                until_ptr + head * LP, total_ptr + head,
+                ring_v_ptr, ring_g_ptr, ring_beta_ptr, y_ptr,
+                code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
+                v_stride, y_stride, ring_v_stride, ring_g_stride, ring_beta_stride,
+                code_stride, low_stride, scale_stride, tile_stride,
+                copy_stride, copy_scale_stride, copy_tile_stride, layer, head_offset,
+                HV, K, V, WP, GW,
+                CODE_HEAD, LOW_HEAD, SCALE_HEAD, COPY_HEAD, COPY_SCALE_HEAD, TILES,
+                UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, DOT, LP, WARPS,
+            )  # fmt: skip
+            tile = fetch_tile_scale(next_pair, tile_ptr + slot * tile_stride + n_h * TILES, UPDATE)
 
 
 @triton.jit

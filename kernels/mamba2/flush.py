@@ -20,17 +20,21 @@ from ...state.cache import StepRows
 from ...state.layout import StateViews
 from ..common.activation import softplus
 from ..common.fold import (
+    add_fragments,
     add_window,
     bf16_terms,
+    in_fragments,
+    left_operands,
     list_flushes,
     prefetch_words,
     rotate_window,
     rotation_table,
     stack_rows,
-    thread_order,
+    token_of,
+    window_order,
 )
 from ..common.launch import multiprocessors, register_limit
-from ..common.planes import PAIRS, PTX, decode_tile
+from ..common.planes import PAIRS, PTX, decode_words, fetch_tile, fetch_tile_scale
 from ..common.store import encode_state, launch_warps, plane_arguments, rounding_sizes
 from .decode import finish
 
@@ -88,7 +92,6 @@ def window_rows(
     )  # fmt: skip
     B_now = tl.load(B_ptr + i_b * B_stride + i_g * N + n, mask=n < N, other=0.0).to(B.dtype)
     B = tl.where((token == valid)[:, None], B_now[None, :], B)
-    window = window_ptr + token[:, None] * (8 * WP)
     if ROTATE:
         CHUNK: tl.constexpr = NP if NP < 64 else 64
         C = tl.where((token == 0)[:, None], C[None, :], 0.0).to(C_ptr.dtype.element_ty)
@@ -97,9 +100,9 @@ def window_rows(
             turned = rotate_window(C, rotation_ptr + start, NP, CHUNK) * (BLOCK**-0.5)
             tl.store(vector_ptr + mine, tl.sum(turned, 0), mask=mine < N)
             part = rotate_window(B, rotation_ptr + start, NP, CHUNK) * (BLOCK**-0.5)
-            store_terms(window, part, mine, N, WP, LP, TERMS, WARPS)
+            store_terms(window_ptr, part, mine, N, WP, LP, TERMS, WARPS)
     else:
-        store_terms(window, B.to(tl.float32), n, N, WP, LP, TERMS, WARPS)
+        store_terms(window_ptr, B.to(tl.float32), n, N, WP, LP, TERMS, WARPS)
 
 
 @triton.jit
@@ -149,13 +152,96 @@ def store_terms(
     WARPS: tl.constexpr,
 ):  # fmt: skip
     """Columns n of the window's B [LP, len(n)], zero beyond N: operand of ``fold.add_window``."""
-    at = window + thread_order(n, N // 8, WP, WARPS)[None, :]
+    token = tl.arange(0, LP)[:, None]
+    at = window + window_order(token, n[None, :], N // 8, WP, WARPS)
     if PTX:
         terms = bf16_terms(B, TERMS)
         for k in tl.static_range(TERMS):
             tl.store(at + k * (LP * 8 * WP), terms[k])
     else:
         tl.store(at, B)
+
+
+@triton.jit
+def weighted_pairs(
+    ring_x, x_now, weight_ptr, valid, i_t, FIRST: tl.constexpr,
+    H: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Weighted x of sixteen tokens from FIRST on, as ``fold.left_operands`` wants it."""
+    place = tl.arange(0, 16)
+    row = i_t * (2 * PAIRS) + 2 * tl.arange(0, PAIRS)[:, None] + (place % 2)[None, :]
+    row_ok = row < R
+    out = ()
+    for e in tl.static_range(2):
+        token = FIRST + token_of(place) + e
+        weight = tl.load(weight_ptr + token)[None, :]
+        inside = (token < valid)[None, :] & row_ok
+        past = tl.load(ring_x + token[None, :] * (H * R) + row, mask=inside, other=0.0)
+        inside = (token == valid)[None, :] & row_ok
+        now = tl.load(x_now + row, mask=inside, other=0.0).to(past.dtype)
+        x = tl.where((token == valid)[None, :], now, past)
+        out = out + (x.to(tl.float32) * weight,)
+    return out
+
+
+@triton.jit
+def fold_tile(
+    words, tile, following,
+    i_b, i_h, i_t, key, position, slot, valid, ring_x, inputs,
+    x_ptr, z_ptr, y_ptr, D_ptr, ring_x_ptr,
+    weight_ptr, decay_ptr, window_ptr, vector_ptr,  # at this head and its group
+    code, low, scales, tiles, copy, copy_scale, copy_tile,  # at this head
+    z_stride, y_stride, layer, head_offset,
+    H: tl.constexpr, R: tl.constexpr, N: tl.constexpr, WP: tl.constexpr,
+    LP: tl.constexpr, TERMS: tl.constexpr, LEFT: tl.constexpr, WARPS: tl.constexpr,
+    UPDATE: tl.constexpr, OUTPUT: tl.constexpr, HAS_COPY: tl.constexpr,
+    SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
+    D_ROWS: tl.constexpr, HAS_Z: tl.constexpr,
+):  # fmt: skip
+    """Fold the window into a fetched tile, store it and its y; what ``encode_state`` fetches."""
+    W: tl.constexpr = N // 8
+    column, token = tl.arange(0, WP), tl.arange(0, LP)
+    column_ok = column < W
+    pair = i_t * PAIRS + tl.arange(0, PAIRS)
+    row_ok = (2 * pair < R, 2 * pair + 1 < R)
+    values = decode_words(words, tile, pair, column, row_ok, column_ok, UPDATE, R, N)
+    if in_fragments(WP, WARPS):
+        lefts = ()
+        for k in tl.static_range(LP // 16):
+            first, second = weighted_pairs(
+                ring_x, x_ptr + inputs, weight_ptr, valid, i_t, k * 16, H, R
+            )
+            lefts = lefts + left_operands(first, second, LEFT)
+        values = add_fragments(values, tl.load(decay_ptr), lefts, window_ptr, LP, LEFT, TERMS)
+    else:
+        row = i_t * (2 * PAIRS) + tl.arange(0, 2 * PAIRS)
+        x = tl.load(
+            ring_x + token[:, None] * (H * R) + row[None, :],
+            mask=(token < valid)[:, None] & (row < R)[None, :], other=0.0,
+        )  # fmt: skip
+        x_now = tl.load(x_ptr + inputs + row, mask=row < R, other=0.0).to(x.dtype)
+        x = tl.where((token == valid)[:, None], x_now[None, :], x).to(tl.float32)
+        left = stack_rows(x * tl.load(weight_ptr + token)[:, None], LP)
+        values = add_window(
+            values, tl.load(decay_ptr), left, window_ptr, WP, LP, WARPS, LEFT, TERMS
+        )
+    ys = (values[0] * 0.0, values[8] * 0.0)
+    for i in tl.static_range(8):
+        c = vector_ptr + i * W + column
+        c = tl.load(c) if W == WP else tl.load(c, mask=column_ok, other=0.0)
+        ys = (ys[0] + values[i] * c[None, :], ys[1] + values[8 + i] * c[None, :])
+    for p in tl.static_range(2):
+        finish(
+            tl.sum(ys[p], 1), i_b, i_h, 2 * pair + p, row_ok[p], inputs,
+            x_ptr, z_ptr, y_ptr, D_ptr, ring_x_ptr, z_stride, y_stride,
+            R, D_ROWS, HAS_Z,
+        )  # fmt: skip
+    return encode_state(
+        values, key, position, layer,
+        i_h + head_offset, pair, column, row_ok, column_ok, code, low, scales, tiles,
+        copy, copy_scale, copy_tile, following,
+        UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, R, N,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -179,50 +265,30 @@ def flush_tile(
 
     ahead: the tile to ask for meanwhile, counted from the head's first.
     """
-    W: tl.constexpr = N // 8
     TILE_WORDS: tl.constexpr = 16 * CODE_HEAD // R
     LOW_WORDS: tl.constexpr = 16 * LOW_HEAD // R
-    column, token = tl.arange(0, WP), tl.arange(0, LP)
-    column_ok = column < W
+    column = tl.arange(0, WP)
     pair = i_t * PAIRS + tl.arange(0, PAIRS)
     row_ok = (2 * pair < R, 2 * pair + 1 < R)
     code = code_ptr + slot * code_stride + i_h * CODE_HEAD
     low = low_ptr + slot * low_stride + i_h * LOW_HEAD
     scales = scale_ptr + slot * scale_stride + i_h * SCALE_HEAD
     tiles = tile_ptr + slot * tile_stride + i_h * TILES
-    values = decode_tile(pair, column, row_ok, column_ok, code, low, scales, tiles, UPDATE, R, N)
+    words = fetch_tile(pair, column, row_ok, column < N // 8, code, low, scales, UPDATE, R, N)
     if R % 16 == 0:  # heads follow each other without a gap
         prefetch_words(code, ahead * TILE_WORDS, TILE_WORDS)
         prefetch_words(low, ahead * LOW_WORDS, LOW_WORDS)
-    row = i_t * (2 * PAIRS) + tl.arange(0, 2 * PAIRS)
-    inputs = i_b * x_stride + i_h * R
-    x = tl.load(
-        ring_x_ptr + slot * ring_x_stride + i_h * R + token[:, None] * (H * R) + row[None, :],
-        mask=(token < valid)[:, None] & (row < R)[None, :], other=0.0,
-    )  # fmt: skip
-    x_now = tl.load(x_ptr + inputs + row, mask=row < R, other=0.0).to(x.dtype)
-    x = tl.where((token == valid)[:, None], x_now[None, :], x).to(tl.float32)
-    weight = tl.load(weight_ptr + token)
-    left = stack_rows(x * weight[:, None], LP)
-    values = add_window(values, tl.load(decay_ptr), left, window_ptr, WP, LP, WARPS, LEFT, TERMS)
-    for p in tl.static_range(2):
-        y = values[p * 8] * 0.0
-        for i in tl.static_range(8):
-            c = vector_ptr + i * W + column
-            c = tl.load(c) if W == WP else tl.load(c, mask=column_ok, other=0.0)
-            y += values[p * 8 + i] * c[None, :]
-        finish(
-            tl.sum(y, 1), i_b, i_h, 2 * pair + p, row_ok[p], inputs,
-            x_ptr, z_ptr, y_ptr, D_ptr, ring_x_ptr, z_stride, y_stride,
-            R, D_ROWS, HAS_Z,
-        )  # fmt: skip
-    encode_state(
-        values, tl.load(key_ptr + i_b), tl.load(position_ptr + i_b), layer,
-        i_h + head_offset, pair, column, row_ok, column_ok, code, low, scales, tiles,
+    fold_tile(
+        words, fetch_tile_scale(pair, tiles, UPDATE), (),
+        i_b, i_h, i_t, tl.load(key_ptr + i_b), tl.load(position_ptr + i_b), slot, valid,
+        ring_x_ptr + slot * ring_x_stride + i_h * R, i_b * x_stride + i_h * R,
+        x_ptr, z_ptr, y_ptr, D_ptr, ring_x_ptr, weight_ptr, decay_ptr, window_ptr, vector_ptr,
+        code, low, scales, tiles,
         copy_ptr + slot * copy_stride + i_h * COPY_HEAD,
         copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD,
         copy_tile_ptr + slot * copy_tile_stride + i_h * TILES,
-        UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, R, N,
+        z_stride, y_stride, layer, head_offset, H, R, N, WP, LP, TERMS, LEFT, WARPS,
+        UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, D_ROWS, HAS_Z,
     )  # fmt: skip
 
 
@@ -246,34 +312,66 @@ def flush_kernel(
 ):  # fmt: skip
     """Any number of programs share the tiles (row, head, 16 rows of the head) that flush.
 
-    Each takes a run of neighbours: they read the same window, and the next tile is asked for while
-    this one is worked on.
+    Each takes a run of neighbours, a few of them of one batch row: they read the same window, and
+    the next tile is loaded while this one is stored.
     """
     mine, programs = tl.program_id(0), tl.num_programs(0)
-    units = tl.load(list_ptr) * (H * TILES)
+    EACH: tl.constexpr = H * TILES
+    column = tl.arange(0, WP)
+    column_ok = column < N // 8
+    units = tl.load(list_ptr) * EACH
     run = tl.cdiv(units, programs)
-    end = tl.minimum((mine + 1) * run, units)
-    for unit in range(mine * run, end):
-        i_b = tl.load(list_ptr + 1 + unit // (H * TILES)).to(tl.int64)
-        i_h = unit // TILES % H
-        i_t = unit % TILES
+    first, end = mine * run, tl.minimum((mine + 1) * run, units)
+    for number in range(first // EACH, tl.cdiv(end, EACH)):  # of the listed batch rows
+        i_b = tl.load(list_ptr + 1 + number).to(tl.int64)
         slot = tl.load(slot_ptr + i_b).to(tl.int64)
-        head = i_b * H + i_h
-        group = i_b * G + i_h // (H // G)
-        ahead = ((unit + 1 < end) & (unit % (H * TILES) + 1 < H * TILES)).to(tl.int32) + i_t
-        flush_tile(
-            i_b, i_h, i_t, slot, tl.load(valid_ptr + i_b), ahead,
-            x_ptr, z_ptr, y_ptr, D_ptr, position_ptr, key_ptr, ring_x_ptr,
-            weight_ptr + head * LP, decay_ptr + head,
-            window_ptr + group * (TERMS * LP * 8 * WP), vector_ptr + group * N,
-            code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
-            x_stride, z_stride, y_stride, ring_x_stride,
-            code_stride, low_stride, scale_stride, tile_stride,
-            copy_stride, copy_scale_stride, copy_tile_stride, layer, head_offset,
-            H, R, N, WP, LP, TERMS, LEFT, WARPS,
-            CODE_HEAD, LOW_HEAD, SCALE_HEAD, COPY_HEAD, COPY_SCALE_HEAD, TILES,
-            UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, D_ROWS, HAS_Z,
+        valid = tl.load(valid_ptr + i_b)
+        key = tl.load(key_ptr + i_b)
+        position = tl.load(position_ptr + i_b)
+        code = code_ptr + slot * code_stride
+        low = low_ptr + slot * low_stride
+        scales = scale_ptr + slot * scale_stride
+        tiles = tile_ptr + slot * tile_stride
+        copy = copy_ptr + slot * copy_stride
+        copy_scale = copy_scale_ptr + slot * copy_scale_stride
+        copy_tile = copy_tile_ptr + slot * copy_tile_stride
+        ring_x = ring_x_ptr + slot * ring_x_stride
+        weights = weight_ptr + i_b * (H * LP)
+        decays = decay_ptr + i_b * H
+        windows = window_ptr + i_b * (G * TERMS * LP * 8 * WP)
+        vectors = vector_ptr + i_b * (G * N)
+        start = tl.maximum(first - number * EACH, 0)
+        last = tl.minimum(end - number * EACH, EACH) - 1
+        i_h, i_t = start // TILES, start % TILES
+        pair = i_t * PAIRS + tl.arange(0, PAIRS)
+        row_ok = (2 * pair < R, 2 * pair + 1 < R)
+        words = fetch_tile(
+            pair, column, row_ok, column_ok, code + i_h * CODE_HEAD, low + i_h * LOW_HEAD,
+            scales + i_h * SCALE_HEAD, UPDATE, R, N,
         )  # fmt: skip
+        tile = fetch_tile_scale(pair, tiles + i_h * TILES, UPDATE)
+        for unit in range(start, last + 1):
+            i_h, i_t = unit // TILES, unit % TILES
+            after = tl.minimum(unit + 1, last)
+            n_h = after // TILES
+            next_pair = after % TILES * PAIRS + tl.arange(0, PAIRS)
+            following = (
+                next_pair, (2 * next_pair < R, 2 * next_pair + 1 < R),
+                code + n_h * CODE_HEAD, low + n_h * LOW_HEAD, scales + n_h * SCALE_HEAD,
+            )  # fmt: skip
+            i_g = i_h // (H // G)
+            words = fold_tile(
+                words, tile, following, i_b, i_h, i_t, key, position, slot, valid,
+                ring_x + i_h * R, i_b * x_stride + i_h * R,
+                x_ptr, z_ptr, y_ptr, D_ptr, ring_x_ptr, weights + i_h * LP, decays + i_h,
+                windows + i_g * (TERMS * LP * 8 * WP), vectors + i_g * N,
+                code + i_h * CODE_HEAD, low + i_h * LOW_HEAD, scales + i_h * SCALE_HEAD,
+                tiles + i_h * TILES, copy + i_h * COPY_HEAD, copy_scale + i_h * COPY_SCALE_HEAD,
+                copy_tile + i_h * TILES,
+                z_stride, y_stride, layer, head_offset, H, R, N, WP, LP, TERMS, LEFT, WARPS,
+                UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, D_ROWS, HAS_Z,
+            )  # fmt: skip
+            tile = fetch_tile_scale(next_pair, tiles + n_h * TILES, UPDATE)
 
 
 FLUSH_PROGRAMS_PER_SM = 16
