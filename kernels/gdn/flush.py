@@ -194,7 +194,7 @@ def _fold_dot(
     the odd rows, [8]), else "split" into two, after division by the row's largest value.
     """
     place = tl.arange(0, 2 * PAIRS)
-    stacked = (i_t * 2 * PAIRS + 2 * (place % PAIRS) + place // PAIRS)[:, None]
+    stacked = (2 * (place % PAIRS) + place // PAIRS + i_t * (2 * PAIRS))[:, None]
     even_scale = 1.0
     odd_scale = 1.0
     top = 1.0
@@ -268,7 +268,7 @@ def _fold_tile(
     RAW: tl.constexpr = DOT and OPERAND == "row"
     column = tl.arange(0, WP)
     column_ok = column < W
-    pair = i_t * PAIRS + tl.arange(0, PAIRS)
+    pair = tl.arange(0, PAIRS) + i_t * PAIRS
     row_ok = (2 * pair < V, 2 * pair + 1 < V)
     code = code_ptr + slot * code_stride + i_h * CODE_HEAD
     low = low_ptr + slot * low_stride + i_h * LOW_HEAD
@@ -344,7 +344,7 @@ def flush_tile(
     LOW_WORDS: tl.constexpr = 16 * LOW_HEAD // V
     column = tl.arange(0, WP)
     column_ok = column < W
-    pair = i_t * PAIRS + tl.arange(0, PAIRS)
+    pair = tl.arange(0, PAIRS) + i_t * PAIRS
     row_ok = (2 * pair < V, 2 * pair + 1 < V)
     code = code_ptr + slot * code_stride + i_h * CODE_HEAD
     low = low_ptr + slot * low_stride + i_h * LOW_HEAD
@@ -409,7 +409,7 @@ def flush_kernel(
         start = tl.maximum(first - number * EACH, 0)
         last = tl.minimum(end - number * EACH, EACH) - 1
         i_h, i_t = start // TILES, start % TILES
-        pair = i_t * PAIRS + tl.arange(0, PAIRS)
+        pair = tl.arange(0, PAIRS) + i_t * PAIRS
         row_ok = (2 * pair < V, 2 * pair + 1 < V)
         words = fetch_tile(
             pair, column, row_ok, column_ok, code_ptr + slot * code_stride + i_h * CODE_HEAD,
@@ -475,7 +475,7 @@ def load_kernel(
     i_t, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = tl.load(slot_ptr + i_b).to(tl.int64)
     W: tl.constexpr = K // 8
-    pair = i_t * PAIRS + tl.arange(0, PAIRS)
+    pair = tl.arange(0, PAIRS) + i_t * PAIRS
     column = tl.arange(0, WP)
     column_ok = column < W
     row_ok = (2 * pair < V, 2 * pair + 1 < V)

@@ -169,7 +169,7 @@ def weighted_pairs(
 ):  # fmt: skip
     """Weighted x of sixteen tokens from FIRST on, as ``fold.left_operands`` wants it."""
     place = tl.arange(0, 16)
-    row = i_t * (2 * PAIRS) + 2 * tl.arange(0, PAIRS)[:, None] + (place % 2)[None, :]
+    row = 2 * tl.arange(0, PAIRS)[:, None] + (place % 2)[None, :] + i_t * (2 * PAIRS)
     row_ok = row < R
     out = ()
     for e in tl.static_range(2):
@@ -202,7 +202,7 @@ def fold_tile(
     W: tl.constexpr = N // 8
     column, token = tl.arange(0, WP), tl.arange(0, LP)
     column_ok = column < W
-    pair = i_t * PAIRS + tl.arange(0, PAIRS)
+    pair = tl.arange(0, PAIRS) + i_t * PAIRS
     row_ok = (2 * pair < R, 2 * pair + 1 < R)
     values = decode_words(words, tile, pair, column, row_ok, column_ok, UPDATE, R, N)
     if in_fragments(WP, WARPS):
@@ -214,7 +214,7 @@ def fold_tile(
             lefts = lefts + left_operands(first, second, LEFT)
         values = add_fragments(values, tl.load(decay_ptr), lefts, window_ptr, LP, LEFT, TERMS)
     else:
-        row = i_t * (2 * PAIRS) + tl.arange(0, 2 * PAIRS)
+        row = tl.arange(0, 2 * PAIRS) + i_t * (2 * PAIRS)
         x = tl.load(
             ring_x + token[:, None] * (H * R) + row[None, :],
             mask=(token < valid)[:, None] & (row < R)[None, :], other=0.0,
@@ -268,7 +268,7 @@ def flush_tile(
     TILE_WORDS: tl.constexpr = 16 * CODE_HEAD // R
     LOW_WORDS: tl.constexpr = 16 * LOW_HEAD // R
     column = tl.arange(0, WP)
-    pair = i_t * PAIRS + tl.arange(0, PAIRS)
+    pair = tl.arange(0, PAIRS) + i_t * PAIRS
     row_ok = (2 * pair < R, 2 * pair + 1 < R)
     code = code_ptr + slot * code_stride + i_h * CODE_HEAD
     low = low_ptr + slot * low_stride + i_h * LOW_HEAD
@@ -343,7 +343,7 @@ def flush_kernel(
         start = tl.maximum(first - number * EACH, 0)
         last = tl.minimum(end - number * EACH, EACH) - 1
         i_h, i_t = start // TILES, start % TILES
-        pair = i_t * PAIRS + tl.arange(0, PAIRS)
+        pair = tl.arange(0, PAIRS) + i_t * PAIRS
         row_ok = (2 * pair < R, 2 * pair + 1 < R)
         words = fetch_tile(
             pair, column, row_ok, column_ok, code + i_h * CODE_HEAD, low + i_h * LOW_HEAD,
