@@ -1,4 +1,4 @@
-"""Readout on matrix units, for d_state 128 and NVIDIA GPUs: the inner products and the window.
+"""Readout on matrix units, for d_state 128 or 256 and NVIDIA GPUs: inner products and window.
 
 A row of 4-bit codes is 64 bytes: four lanes hold it in sixteen bytes each, eight rows a warp. That
 is how ``mma.sync`` wants its left operand, if c takes the columns in the same order; so codes go to
@@ -13,6 +13,9 @@ in a second tensor). That needs lane 4 g + q to hold the elements (., g, q), in 
 which is what a coalesced load of [rows, 16] words gives; tests compile the kernels and check it.
 The window's rows are loaded the same way, tokens t = q modulo 4 by lane, so that one sum over four
 lanes ends both; nothing passes through shared memory. One warp a program.
+
+d_state 256 is taken in halves: words 0-15 and 16-31 of each plane, each a row of 128 elements in
+whose planes lies one scale block.
 """
 
 import torch
@@ -29,7 +32,7 @@ TOP3 = tl.constexpr(1048576.0)  # 2**20: three digits, the uppermost at most 64
 def matrix_path(ptx, n, output):
     """Which product serves a format: "e2m1", "int4", "int8", "e4m3", or "" for none."""
     elem, gran, block, scale = output[0], output[3], output[4], output[5]
-    if not ptx or n != 128:
+    if not ptx or n not in (128, 256):
         return ""
     if elem in ("e2m1", "int4"):
         return elem if (gran, block, scale) == ("block", 16, "e4m3") else ""
@@ -138,19 +141,20 @@ _BLOCK_SCALES = tl.constexpr(
 
 
 @triton.jit
-def store_operand(c_ptr, x, inverse_top, ok, OUTPUT: tl.constexpr):
-    """Store vectors x [ROWS, 128] as ``load_operand`` wants them.
+def store_operand(c_ptr, x, inverse_top, ok, N: tl.constexpr, OUTPUT: tl.constexpr):
+    """Store vectors x [ROWS, N] as ``load_operand`` wants them.
 
-    c_ptr int32 [ROWS, 1]: 128 words a vector; inverse_top, ok [ROWS, 1] as in ``store_vector``.
+    c_ptr int32 [ROWS, 1]: N words a vector; inverse_top, ok [ROWS, 1] as in ``store_vector``.
     """
     ELEM: tl.constexpr = OUTPUT[0]
     ROWS: tl.constexpr = x.shape[0]
     x = x * inverse_top
-    n = tl.arange(0, 128)[None, :]
-    plane, q, j = n // 16, n % 16 // 4, n % 4
+    n = tl.arange(0, N)[None, :]
+    plane, part, q, j = n // (N // 8), n % (N // 8) // 16, n % 16 // 4, n % 4
     if ELEM == "e4m3":
         s, u, v = plane // 4, plane // 2 % 2, plane % 2
-        at = c_ptr.to(tl.pointer_type(tl.float16)) + ((s * 4 + j) * 8 + u * 4 + q) * 2 + v
+        at = c_ptr.to(tl.pointer_type(tl.float16)) + part * 256
+        at += ((s * 4 + j) * 8 + u * 4 + q) * 2 + v
         high = x.to(tl.float16)
         tl.store(at, high, mask=ok)
         tl.store(at + 128, (x - high.to(tl.float32)).to(tl.float16), mask=ok)
@@ -162,53 +166,65 @@ def store_operand(c_ptr, x, inverse_top, ok, OUTPUT: tl.constexpr):
             s, u = plane % 2, plane // 2
         else:  # planes 4 s .. 4 s + 3
             s, u = plane // 4, plane % 4
-        at = c_ptr.to(tl.pointer_type(tl.int8)) + ((j * 2 + s) * 4 + q) * 4 + u
+        at = c_ptr.to(tl.pointer_type(tl.int8)) + part * 512 + ((j * 2 + s) * 4 + q) * 4 + u
         rest = fixed
         for d in tl.static_range(DIGITS):  # from the lowest; the uppermost takes all that is left
             upper = (rest + 64) >> 7 if d + 1 < DIGITS else rest * 0
             digit = rest - (upper << 7)
             rest = upper
             tl.store(at + (DIGITS - 1 - d) * 128, digit.to(tl.int8), mask=ok)
-        if ELEM == "e2m1":  # twice the magnitudes of the codes 0..7, a byte each
-            lane = tl.arange(0, 32)[None, :]
-            tl.store(c_ptr + 64 + lane, tl.full([ROWS, 32], 0x03020100, tl.int32), mask=ok)
-            tl.store(c_ptr + 96 + lane, tl.full([ROWS, 32], 0x0C080604, tl.int32), mask=ok)
-        elif ELEM == "int4":
-            planes = tl.sum(tl.reshape(fixed, [ROWS, 8, 16]), 2)
-            tl.store(c_ptr + 64 + tl.arange(0, 8)[None, :], 0x4B400000 - 8 * planes, mask=ok)
+        for h in tl.static_range(N // 128):
+            if ELEM == "e2m1":  # twice the magnitudes of the codes 0..7, a byte each
+                at = c_ptr + (h * 128 + 64) + tl.arange(0, 32)[None, :]
+                tl.store(at, tl.full([ROWS, 32], 0x03020100, tl.int32), mask=ok)
+                tl.store(at + 32, tl.full([ROWS, 32], 0x0C080604, tl.int32), mask=ok)
+            elif ELEM == "int4":
+                mine = tl.where(part == h, fixed, 0)
+                planes = tl.sum(tl.reshape(mine, [ROWS, 8, N // 8]), 2)
+                at = c_ptr + (h * 128 + 64) + tl.arange(0, 8)[None, :]
+                tl.store(at, 0x4B400000 - 8 * planes, mask=ok)
+
+
+@triton.constexpr_function
+def _operands(elem):
+    """Words of the right operand for 128 elements: what ``_matrix_asm`` takes."""
+    return {"e2m1": 18, "int4": 18, "e4m3": 16, "int8": 8}[elem]
 
 
 @triton.jit
-def load_operand(c_ptr, OUTPUT: tl.constexpr):
-    """The right operand from ``store_operand``'s words: tensors [1, 8, 4], and two more of 4-bit
-    codes."""
+def load_operand(c_ptr, N: tl.constexpr, OUTPUT: tl.constexpr):
+    """The right operand from ``store_operand``'s words: a tuple of tensors [1, 8, 4], ``_operands``
+    of them for each 128 elements."""
     ELEM: tl.constexpr = OUTPUT[0]
+    COLUMNS: tl.constexpr = 2 if ELEM == "e4m3" else 3  # fp16 halves or digits
+    COUNT: tl.constexpr = _operands(ELEM)
     g, q = tl.arange(0, 8)[:, None], tl.arange(0, 4)[None, :]
     out = ()
-    if ELEM == "e2m1" or ELEM == "int4":
-        for k in tl.static_range(16):  # a column takes the bytes of its own plane
-            word = tl.load(c_ptr + k * 4 + g * 0 + q)
-            if ELEM == "e2m1":
-                own = (g // 4 == k % 2).to(tl.int32) * (0xFF << (8 * (g % 4)))
-            else:
-                own = (g % 2 == k % 2).to(tl.int32) * (0xFF << (8 * (g // 2)))
-            out = out + (tl.expand_dims(word & own, 0),)
-    if ELEM == "e2m1":
-        # tables from memory, a word a lane: a constant, or what it knows to be the same in all
-        # lanes, the compiler would bring back into a register for each use
-        for k in tl.static_range(2):
-            table = tl.load(c_ptr + 64 + k * 32 + g * 4 + q)
-            out = out + (tl.expand_dims(table, 0),)
-    elif ELEM == "int4":
-        for k in tl.static_range(2):
-            start = tl.load(c_ptr + 64 + k + 2 * q + g * 0)
-            out = out + (tl.expand_dims(start, 0),)
-    else:
-        COLUMNS: tl.constexpr = 2 if ELEM == "e4m3" else 3  # fp16 halves or digits
-        COUNT: tl.constexpr = 16 if ELEM == "e4m3" else 8
-        for k in tl.static_range(COUNT):
-            word = tl.load(c_ptr + g * (COUNT * 4) + k * 4 + q, mask=g < COLUMNS, other=0)
-            out = out + (tl.expand_dims(word, 0),)
+    for h in tl.static_range(N // 128):
+        base = c_ptr + h * 128
+        if ELEM == "e2m1" or ELEM == "int4":
+            for k in tl.static_range(16):  # a column takes the bytes of its own plane
+                word = tl.load(base + k * 4 + g * 0 + q)
+                if ELEM == "e2m1":
+                    own = (g // 4 == k % 2).to(tl.int32) * (0xFF << (8 * (g % 4)))
+                else:
+                    own = (g % 2 == k % 2).to(tl.int32) * (0xFF << (8 * (g // 2)))
+                out = out + (tl.expand_dims(word & own, 0),)
+        if ELEM == "e2m1":
+            # tables from memory, a word a lane: a constant, or what it knows to be the same in all
+            # lanes, the compiler would bring back into a register for each use
+            for k in tl.static_range(2):
+                table = tl.load(base + 64 + k * 32 + g * 4 + q)
+                out = out + (tl.expand_dims(table, 0),)
+        elif ELEM == "int4":
+            for k in tl.static_range(2):
+                first = tl.load(base + 64 + k + 2 * q + g * 0)
+                out = out + (tl.expand_dims(first, 0),)
+        else:
+            for k in tl.static_range(COUNT):
+                at = base + g * (COUNT * 4) + k * 4 + q
+                word = tl.load(at, mask=g < COLUMNS, other=0)
+                out = out + (tl.expand_dims(word, 0),)
     return out
 
 
@@ -265,11 +281,12 @@ def _by_lane(x, REP: tl.constexpr):
     return tl.permute(tl.reshape(x, [8, 4, REP]), (2, 0, 1))
 
 
-def block_rows(rows: int, ring: torch.dtype, readout: Format) -> int:
+def block_rows(rows: int, n: int, ring: torch.dtype, readout: Format) -> int:
     """Rows of a block that the kernels take for ``rows``: of four-byte elements or scales at most
-    32, since a lane's own eight would be shared out between lanes."""
+    32, since a lane's own eight would be shared out between lanes; and of d_state ``n`` 256, whose
+    codes fill the registers."""
     wide = ring.itemsize == 4 or (readout.scale.granularity == "row" and readout.bits == 8)
-    return min(rows, 32) if wide else rows
+    return min(rows, 32) if wide or n > 128 else rows
 
 
 @triton.jit
@@ -285,7 +302,7 @@ def _load_own(ptr, first, last, REP: tl.constexpr):
 @triton.jit
 def fetch_block(
     code, scale, tile, ring, base, limit, valid,
-    R: tl.constexpr, TILES: tl.constexpr, STEP: tl.constexpr, LP: tl.constexpr,
+    R: tl.constexpr, N: tl.constexpr, TILES: tl.constexpr, STEP: tl.constexpr, LP: tl.constexpr,
     ROWS: tl.constexpr, OUTPUT: tl.constexpr,
 ):  # fmt: skip
     """(codes, scales, window) of rows base .. base + ROWS - 1, as far as below ``limit``.
@@ -300,9 +317,10 @@ def fetch_block(
     r = tl.arange(0, ROWS)
     row = base + (r % 8) * REP + r // 8
     ok = (row < limit)[:, None]
-    at = row[:, None] * (16 * WIDE) + tl.arange(0, 16)[None, :]
+    HALVES: tl.constexpr = N // 128
+    at = row[:, None] * (16 * HALVES * WIDE) + tl.arange(0, 16)[None, :]
     codes = ()
-    for h in tl.static_range(WIDE):
+    for h in tl.static_range(HALVES * WIDE):
         if ROWS == 16:  # of three axes, lest Triton share it out as other loads of 16 x 16
             word = tl.expand_dims(at + 16 * h, 0)
             word = tl.load(code + word, mask=tl.expand_dims(ok, 0), other=0)
@@ -313,7 +331,8 @@ def fetch_block(
     first = base + (lane // 4) * REP
     if ELEM == "e2m1" or ELEM == "int4":
         q = tl.multiple_of(tl.arange(0, 4), 1)[None, :]  # keeps the loads narrow: a pair a lane
-        pair = scale.to(tl.pointer_type(tl.int16)) + row[:, None] * 4 + q
+        own = tl.int16 if HALVES == 1 else tl.int32
+        pair = scale.to(tl.pointer_type(own)) + row[:, None] * 4 + q
         tiles = tile + (first // R) * TILES + (first % R) // 16
         scales = (
             tl.load(pair, mask=ok & (q >= 0), other=0),
@@ -347,8 +366,8 @@ def load_weights(weights, valid, LP: tl.constexpr):
 
 @triton.jit
 def block_dot(
-    codes, scales, window, c, weights, unit, LP: tl.constexpr, ROWS: tl.constexpr,
-    OUTPUT: tl.constexpr,
+    codes, scales, window, c, weights, unit, N: tl.constexpr, LP: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUT: tl.constexpr,
 ):  # fmt: skip
     """unit O c + sum_t weights[t] window[t] of a block: fp32 [ROWS] in natural order.
 
@@ -361,42 +380,54 @@ def block_dot(
     REP: tl.constexpr = ROWS // 8
     ASM: tl.constexpr = _matrix_asm(ELEM)
     FOUR: tl.constexpr = ELEM == "e2m1" or ELEM == "int4"
-    COUNT: tl.constexpr = 18 if FOUR else (16 if ELEM == "e4m3" else 8)
+    COUNT: tl.constexpr = _operands(ELEM)
+    HALVES: tl.constexpr = N // 128
+    WIDE: tl.constexpr = 1 if FOUR else 2
     pushed = window[0].to(tl.float32) * weights[0][:, None]
     for t in tl.static_range(LP // 4 - 1):
         pushed += window[t + 1].to(tl.float32) * weights[t + 1][:, None]
-    args = ()
-    for h in tl.static_range(1 if FOUR else 2):
-        even, odd = tl.split(tl.reshape(codes[h], [REP, 8, 4, 2, 2]))
-        w0, w2 = tl.split(even)
-        w1, w3 = tl.split(odd)
-        args = args + (w0, w1, w2, w3)
-    for k in tl.static_range(COUNT):
-        args = args + (c[k],)
-    s0, s1 = tl.inline_asm_elementwise(
-        ASM[0], ASM[1], args, dtype=(tl.float32, tl.float32), is_pure=True, pack=2
-    )
     if FOUR:
-        pair = tl.reshape(scales[0].to(tl.int32) & 0xFFFF, [REP, 8, 4])
-        f0, f1 = tl.inline_asm_elementwise(
-            _BLOCK_SCALES,
-            "=&f,=&f,r",
-            [pair],
-            dtype=(tl.float32, tl.float32),
-            is_pure=True,
-            pack=1,
+        stored = scales[0].to(tl.int32)
+    for h in tl.static_range(HALVES):
+        args = ()
+        for k in tl.static_range(WIDE):
+            even, odd = tl.split(tl.reshape(codes[k * HALVES + h], [REP, 8, 4, 2, 2]))
+            w0, w2 = tl.split(even)
+            w1, w3 = tl.split(odd)
+            args = args + (w0, w1, w2, w3)
+        for k in tl.static_range(COUNT):
+            args = args + (c[h * COUNT + k],)
+        s0, s1 = tl.inline_asm_elementwise(
+            ASM[0], ASM[1], args, dtype=(tl.float32, tl.float32), is_pure=True, pack=2
         )
-        part = s0 * f0 + s1 * f1
+        if FOUR:
+            if HALVES == 1:
+                pair = stored & 0xFFFF
+            else:  # bytes h and h + 2
+                pair = (stored >> (8 * h)) & 0xFF | (stored >> (8 * h + 8)) & 0xFF00
+            f0, f1 = tl.inline_asm_elementwise(
+                _BLOCK_SCALES,
+                "=&f,=&f,r",
+                [tl.reshape(pair, [REP, 8, 4])],
+                dtype=(tl.float32, tl.float32),
+                is_pure=True,
+                pack=1,
+            )
+            half = s0 * f0 + s1 * f1
+        elif ELEM == "e4m3":
+            half = s0 + s1
+        else:
+            q = tl.arange(0, 4)[None, None, :]
+            half = s0 * tl.where(q == 0, 16384.0, 1.0) + s1 * 128.0
+        if h == 0:
+            part = half
+        else:
+            part += half
+    if FOUR:
         STEPS: tl.constexpr = (0.5 if ELEM == "e2m1" else 1.0) * 2.0**LOW / TOP2
         factor = tl.broadcast_to((scales[1] * (unit * STEPS))[:, None], [32, REP])
     else:
-        if ELEM == "e4m3":
-            part = s0 + s1
-            STEPS: tl.constexpr = 1.0
-        else:
-            q = tl.arange(0, 4)[None, None, :]
-            part = s0 * tl.where(q == 0, 16384.0, 1.0) + s1 * 128.0
-            STEPS: tl.constexpr = 2.0**LOW / TOP3
+        STEPS: tl.constexpr = 1.0 if ELEM == "e4m3" else 2.0**LOW / TOP3
         by_lane = unit * STEPS
         factor = scales[0] * tl.broadcast_to(by_lane, [32])[:, None]
     part = part * _by_lane(factor, REP) + _by_lane(pushed, REP)

@@ -180,7 +180,7 @@ def store_vector(
     W: tl.constexpr = N // 8
     PATH: tl.constexpr = path_of(PTX, N, OUTPUT)
     if MATRIX:
-        store_operand(c_ptr, x, inverse_top, ok, OUTPUT)
+        store_operand(c_ptr, x, inverse_top, ok, N, OUTPUT)
     elif PATH == "4bit" or PATH == "e4m3":
         m = tl.arange(0, NP // 2)[None, :]
         if PATH == "4bit":  # pairs (m, m + N / 2), the same word of all quads side by side

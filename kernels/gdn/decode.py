@@ -26,7 +26,7 @@ def answer_block(
     """
     if MATRIX:
         codes, scales, past = block
-        out = block_dot(codes, scales, past, c, w, top, LP, ROWS, OUTPUT)
+        out = block_dot(codes, scales, past, c, w, top, K, LP, ROWS, OUTPUT)
     else:
         token = tl.arange(0, LP)
         past = tl.load(
@@ -74,19 +74,19 @@ def readout_kernel(
         code = copy_ptr + slot * copy_stride + i_h * COPY_HEAD
         scale = copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD
         tile = copy_tile_ptr + slot * copy_tile_stride + i_h * TILES
+        weights = w_ptr + head * L
         codes, scales, past = (), (), ()
         if MATRIX:
             codes, scales, past = fetch_block(
-                code, scale, tile, ring, start, V, valid, V, TILES, HV * V, LP, ROWS, OUTPUT
+                code, scale, tile, ring, start, V, valid, V, K, TILES, HV * V, LP, ROWS, OUTPUT
             )
         if EARLY:
             wait_for_previous()
-        weights = w_ptr + head * L
         weight_now = tl.load(weights + valid)
         top = tl.load(top_ptr + head)
         token = tl.arange(0, LP)
         if MATRIX:
-            c = load_operand(c_ptr + head * K, OUTPUT)
+            c = load_operand(c_ptr + head * K, K, OUTPUT)
             w = load_weights(weights, valid, LP)
         else:
             c = load_stored(c_ptr + head * K, K, WP, OUTPUT)
@@ -99,11 +99,24 @@ def readout_kernel(
                 if AHEAD and k + 1 < BLOCKS:  # the next block is on its way meanwhile
                     codes_next, scales_next, past_next = fetch_block(
                         code, scale, tile, ring, base + ROWS, V, valid,
-                        V, TILES, HV * V, LP, ROWS, OUTPUT,
+                        V, K, TILES, HV * V, LP, ROWS, OUTPUT,
                     )  # fmt: skip
                 if k > 0 and not AHEAD:
                     codes, scales, past = fetch_block(
-                        code, scale, tile, ring, base, V, valid, V, TILES, HV * V, LP, ROWS, OUTPUT
+                        code,
+                        scale,
+                        tile,
+                        ring,
+                        base,
+                        V,
+                        valid,
+                        V,
+                        K,
+                        TILES,
+                        HV * V,
+                        LP,
+                        ROWS,
+                        OUTPUT,
                     )
             v = tl.load(ring + valid * (HV * V) + row, mask=row_ok, other=0.0)
             answer_block(

@@ -91,7 +91,7 @@ def step_kernel(
         block = (), (), ()
         if MATRIX:
             block = fetch_block(
-                code, scales, tiles, ring_v, start, V, valid, V, TILES, HV * V, LPR, ROWS, OUTPUT
+                code, scales, tiles, ring_v, start, V, valid, V, K, TILES, HV * V, LPR, ROWS, OUTPUT
             )
         q, k, rk, g, beta = activate(inputs, ring_k_ptr, scale, RAW_GATES, NEGATIVE, L2NORM, EPS)
         first = i_t == 0
@@ -110,7 +110,7 @@ def step_kernel(
         tl.debug_barrier()  # other lanes read what this program has just written
         weights = w_ptr + head * L
         if MATRIX:
-            c = load_operand(c_ptr + head * K, OUTPUT)
+            c = load_operand(c_ptr + head * K, K, OUTPUT)
             w = load_weights(weights, valid, LPR)
         else:
             c = load_stored(c_ptr + head * K, K, WP, OUTPUT)

@@ -15,10 +15,11 @@ import torch
 import triton
 
 from ...config import StateConfig
-from ...formats.rotation import block_of, signs, unrotate
+from ...formats.rotation import unrotate
 from ...state.cache import StepRows
 from ...state.layout import StateViews
 from ..common.check import check_gpu, check_rows, check_views
+from ..common.hadamard import rotation_signs as _rotation_signs
 from ..common.launch import (
     beside,
     early,
@@ -63,21 +64,18 @@ class LaunchConfig:
     single: int = 0
 
 
+_SINGLE = ((1, LaunchConfig(16, single=1)), (8, LaunchConfig(32, single=1)))
 LAUNCH: dict[int, tuple[tuple[int, LaunchConfig], ...]] = {
-    4: ((1, LaunchConfig(64)), (32, LaunchConfig(32, 2, ahead=1, flush=12, beside=1))),
-    8: (
-        (1, LaunchConfig(64, warps=2)),
-        (32, LaunchConfig(32, 2, ahead=1, warps=2, flush=12, beside=1)),
-    ),
-    16: ((1, LaunchConfig(64, warps=4)), (32, LaunchConfig(64, warps=4, flush=12, beside=1))),
-    32: ((1, LaunchConfig(64, warps=4)), (32, LaunchConfig(64, warps=4, flush=12, beside=1))),
+    4: (*_SINGLE, (32, LaunchConfig(32, 2, ahead=1, flush=12, beside=1))),
+    8: (*_SINGLE, (32, LaunchConfig(32, 2, ahead=1, warps=2, flush=12, beside=1))),
+    16: (_SINGLE[0], (32, LaunchConfig(64, warps=4, flush=12, beside=1))),
+    32: (_SINGLE[0], (32, LaunchConfig(64, warps=4, flush=12, beside=1))),
 }
 """Bits of the readout's codes -> (smallest batch, launch configuration), ascending.
 
 4 and 8 bits from batch 32 on: the fastest of twelve in the mix at batch 256 for nvfp4 + fp16 and
 P8+4 (NVIDIA H200, triton 3.6.0, 32 heads of 128 x 128, commit 5593cff; beside 103 and 107 us, after
-the reads 106 and 112 us). Below: the fastest reads at batch 1, P8+4, same GPU and geometry. 16 and
-32 bits are not tuned.
+the reads 106 and 112 us). 16 and 32 bits are not tuned.
 """
 
 
@@ -87,12 +85,6 @@ def launch_for(config: StateConfig, batch: int) -> LaunchConfig:
 
 
 _RING = ("ring_k", "ring_v", "ring_g", "ring_beta", "ring_rk")
-
-
-@lru_cache(maxsize=32)
-def _rotation_signs(n: int, device: torch.device) -> torch.Tensor:
-    """The signs of the rotation with its 1 / sqrt(block), fp32 [n]."""
-    return (signs(n) * block_of(n) ** -0.5).to(device)
 
 
 def _ring_arguments(views: StateViews, names: tuple[str, ...] = _RING) -> dict:
@@ -208,7 +200,8 @@ def _run(
     rounding = rounding_sizes(config)
     if single:
         block = min(launch.rows, max(16, triton.next_power_of_2(width)))
-        block = block_rows(block, views.ring_v.dtype, config.readout) if matrix else block
+        warps = 1 if matrix else launch_warps(n)
+        block = block_rows(block, n, views.ring_v.dtype, config.readout) if matrix else block
         system["low_key"] = system.pop("low")
         step_kernel[(batch * hv * triton.cdiv(width, block),)](
             q, k, v, g, beta,
@@ -224,10 +217,10 @@ def _run(
             g_stride=g.stride(0), beta_stride=beta.stride(0), y_stride=out.stride(0),
             scale=scale, layer=layer, head_offset=head_offset,
             KP=padded, WP=padded // 8, PER=per_key, GW=gate_width, LP=window,
-            LPR=max(4, triton.next_power_of_2(length)), ROWS=block, WARPS=launch_warps(n),
+            LPR=max(4, triton.next_power_of_2(length)), ROWS=block, WARPS=warps,
             RAW_GATES=A_log is not None, NEGATIVE=negative, L2NORM=l2norm, EPS=NORM_EPS,
             MATRIX=matrix, ROTATE=config.rotate, DOT=dot, EARLY=start,
-            num_warps=launch_warps(n), num_stages=1, **ring, **size, **planes, **plane_sizes,
+            num_warps=warps, num_stages=1, **ring, **size, **planes, **plane_sizes,
             **rounding, **early(start),
         )  # fmt: skip
         return
@@ -277,7 +270,9 @@ def _run(
             out.zero_()  # padding rows, which no program visits
         fold_rows()
         return
-    block = block_rows(launch.rows, views.ring_v.dtype, config.readout) if matrix else launch.rows
+    block = (
+        block_rows(launch.rows, n, views.ring_v.dtype, config.readout) if matrix else launch.rows
+    )
     blocks = launch.blocks * launch.rows // block
     units = batch * hv * triton.cdiv(width, block * blocks)
     reading = {

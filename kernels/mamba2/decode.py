@@ -65,7 +65,7 @@ def answer_block(
     """
     x = x.to(ring_x.dtype.element_ty)
     if MATRIX:
-        y = block_dot(codes, scales, past, c, w, decay * top, LP, ROWS, OUTPUT)
+        y = block_dot(codes, scales, past, c, w, decay * top, N, LP, ROWS, OUTPUT)
     else:
         token = tl.arange(0, LP)
         y = copy_dot(code, scale, tile, c, top, row, row_ok, R, N, WP, TILES, OUTPUT)
@@ -133,16 +133,16 @@ def readout_kernel(
         ring_x = ring_x_ptr + slot * ring_x_stride + first * R
         weights = weight_ptr + (i_b * H + first) * (LP + 2)
         inputs = i_b * x_stride + first * R
+        c = c_ptr + (i_b * G + i_g) * N
         codes, scales, past = (), (), ()
         if MATRIX:
             codes, scales, past = fetch_block(
-                code, scale, tile, ring_x, 0, LIMIT, valid, R, TILES, H * R, LP, ROWS, OUTPUT
+                code, scale, tile, ring_x, 0, LIMIT, valid, R, N, TILES, H * R, LP, ROWS, OUTPUT
             )
         if EARLY:
             wait_for_previous()
-        c = c_ptr + (i_b * G + i_g) * N
         if MATRIX:
-            c = load_operand(c, OUTPUT)
+            c = load_operand(c, N, OUTPUT)
         else:
             c = load_stored(c, N, WP, OUTPUT)
         top = tl.load(top_ptr + i_b * G + i_g)
@@ -156,7 +156,7 @@ def readout_kernel(
                 if MATRIX:
                     codes, scales, past = fetch_block(
                         code, scale, tile, ring_x, k * ROWS, LIMIT, valid,
-                        R, TILES, H * R, LP, ROWS, OUTPUT,
+                        R, N, TILES, H * R, LP, ROWS, OUTPUT,
                     )  # fmt: skip
                 w, decay, weight_now, x = ask_weights(
                     weights, x_ptr + inputs, k * ROWS, LIMIT, valid, R, LP, ROWS, MATRIX
@@ -164,7 +164,7 @@ def readout_kernel(
             if AHEAD and k + 1 < BLOCKS:  # the next block is on its way meanwhile
                 codes_next, scales_next, past_next = fetch_block(
                     code, scale, tile, ring_x, (k + 1) * ROWS, LIMIT, valid,
-                    R, TILES, H * R, LP, ROWS, OUTPUT,
+                    R, N, TILES, H * R, LP, ROWS, OUTPUT,
                 )  # fmt: skip
                 w_next, decay_next, weight_next, x_next = ask_weights(
                     weights, x_ptr + inputs, (k + 1) * ROWS, LIMIT, valid, R, LP, ROWS, MATRIX

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..common.activation import softplus
-from ..common.hadamard import rotate_vector
+from ..common.hadamard import rotate_rows
 from ..common.launch import dependents_may_start
 from ..common.readout import store_vector
 
@@ -22,11 +22,11 @@ def ask_inputs(
     N: tl.constexpr, NP: tl.constexpr, PER: tl.constexpr, PERP: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_D: tl.constexpr,
 ):  # fmt: skip
-    """(B, C [NP], dt, A, bias, D [PERP]) of the new token and of PER heads from ``first`` on.
+    """(B, C [1, NP], dt, A, bias, D [PERP]) of the new token and of PER heads from ``first`` on.
 
     They depend on no slot: asked for before the row's slot is known.
     """
-    n, head = tl.arange(0, NP), tl.arange(0, PERP)
+    n, head = tl.arange(0, NP)[None, :], tl.arange(0, PERP)
     head_ok, n_ok = head < PER, n < N
     B = tl.load(B_ptr + i_b * B_stride + i_g * N + n, mask=n_ok, other=0.0)
     C = tl.load(C_ptr + i_b * C_stride + i_g * N + n, mask=n_ok, other=0.0).to(tl.float32)
@@ -45,27 +45,26 @@ def ask_inputs(
 def prepare_heads(
     inputs, valid, appends_dt, appends_B,
     ring_dt_ptr, ring_B_ptr,  # at the row's slot and the first head or the group
-    sign_ptr, weight_ptr, c_ptr, top_ptr,  # fp32 [PER, LP + 2], int32 [N], fp32 [1]
+    sign_ptr, weight_ptr, dot_ptr, c_ptr, top_ptr,  # fp32 [PER, LP + 2], [LP], int32 [N], fp32 [1]
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, LP: tl.constexpr,
     PER: tl.constexpr, PERP: tl.constexpr, OUTPUT: tl.constexpr, MATRIX: tl.constexpr,
     ROTATE: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_D: tl.constexpr,
 ):  # fmt: skip
     """Weights, C and its largest magnitude as ``prepare_kernel`` says; appends dt and B if asked.
 
-    inputs from ``ask_inputs``. The bits do not depend on PER: sums over heads there are none, and
-    those over the window are in fp64, so that no order of additions shows.
+    inputs from ``ask_inputs``; dot_ptr takes the products of the ring's B with C. The bits do not
+    depend on PER: there are no sums over heads, and those of a head run from token to token.
     """
     B_now, C, dt_now, A, bias, D = inputs
-    token, n, head = tl.arange(0, LP), tl.arange(0, NP), tl.arange(0, PERP)
+    token, n, head = tl.arange(0, LP), tl.arange(0, NP)[None, :], tl.arange(0, PERP)
     head_ok, n_ok = head < PER, n < N
     # every load before the first use
     B = tl.load(
-        ring_B_ptr + token[:, None] * (G * N) + n[None, :],
-        mask=(token < valid)[:, None] & n_ok[None, :], other=0.0,
-    )  # fmt: skip
-    at = ring_dt_ptr + token[None, :] * H + head[:, None]
-    dt = tl.load(at, mask=(token < valid)[None, :] & head_ok[:, None], other=0.0)
-    later = tl.load(at + H, mask=(token + 1 < valid)[None, :] & head_ok[:, None], other=0.0)
+        ring_B_ptr + token[:, None] * (G * N) + n, mask=(token < valid)[:, None] & n_ok, other=0.0
+    )
+    dt = ()
+    for j in tl.static_range(LP):
+        dt = dt + (tl.load(ring_dt_ptr + j * H + head, mask=head_ok & (j < valid), other=0.0),)
     if HAS_BIAS:
         dt_now += bias
     if SOFTPLUS:
@@ -73,36 +72,38 @@ def prepare_heads(
     B_now = B_now.to(ring_B_ptr.dtype.element_ty)
     tl.store(ring_dt_ptr + valid * H + head, dt_now, mask=head_ok & appends_dt)
     tl.store(ring_B_ptr + valid * (G * N) + n, B_now, mask=n_ok & appends_B)
-    # decays are sums of what comes after a token, none a difference: no exponent is positive
-    later = tl.where((token + 1 == valid)[None, :], dt_now[:, None], later)
-    after = tl.cumsum((later * A[:, None]).to(tl.float64), 1, reverse=True).to(tl.float32)
-    whole = (tl.sum(dt.to(tl.float64), 1) + dt_now).to(tl.float32) * A
-    weight = tl.exp(after) * dt * tl.sum(B.to(tl.float32) * C[None, :], 1)[None, :]
-    weight_now = dt_now * tl.sum(B_now.to(tl.float32) * C, 0)
+    tl.store(dot_ptr + token, tl.sum(B.to(tl.float32) * C, 1))
+    weight_now = dt_now * tl.sum(tl.sum(B_now.to(tl.float32) * C, 1), 0)
     if HAS_D:
         weight_now += D
     out = weight_ptr + head * (LP + 2)
-    inside = (token < valid)[None, :] & head_ok[:, None]
-    tl.store(out[:, None] + token[None, :], weight, mask=inside)
-    tl.store(out + LP, tl.exp(whole), mask=head_ok)
     tl.store(out + LP + 1, weight_now, mask=head_ok)
+    tl.debug_barrier()  # other lanes read what this program has just written
+    # decays are sums of what comes after a token, none a difference: no exponent is positive
+    after = dt_now * A
+    for i in tl.static_range(LP):
+        weight = tl.exp(after) * dt[LP - 1 - i] * tl.load(dot_ptr + LP - 1 - i)
+        tl.store(out + LP - 1 - i, weight, mask=head_ok & (LP - 1 - i < valid))
+        after += dt[LP - 1 - i] * A
+    tl.store(out + LP, tl.exp(after), mask=head_ok)
     if ROTATE:
-        C = rotate_vector(C, sign_ptr, N, NP)
-    top = tl.max(tl.abs(C), 0)
+        C = rotate_rows(C, sign_ptr, 1, N, NP, True)
+    top = tl.max(tl.max(tl.abs(C), 1), 0)
     tl.store(top_ptr, top)
     one = tl.zeros([1, 1], tl.int32)
     inverse = 1.0 / tl.where(top > 0, top, 1.0)
-    store_vector(c_ptr + one, C[None, :], inverse, one == 0, N, NP, OUTPUT, MATRIX)
+    store_vector(c_ptr + one, C, inverse, one == 0, N, NP, OUTPUT, MATRIX)
 
 
 @triton.jit
 def prepare_kernel(
     dt_ptr, B_ptr, C_ptr,  # [b, ...] with a row stride each, contiguous within a row
     A_ptr, D_ptr, bias_ptr,  # [H] fp32, [H], [H]
-    sign_ptr,  # fp32 [N]
+    sign_ptr,  # fp32 [N], see hadamard.rotate_rows
     slot_ptr, valid_ptr, flush_ptr,  # [b]
     ring_dt_ptr, ring_B_ptr,
-    weight_ptr, c_ptr, top_ptr,  # fp32 [b, H, LP + 2], int32 [b, G, N], fp32 [b, G]
+    # fp32 [b, H, LP + 2], [b, G, LP], int32 [b, G, N], fp32 [b, G]
+    weight_ptr, dot_ptr, c_ptr, top_ptr,
     dt_stride, B_stride, C_stride, ring_dt_stride, ring_B_stride,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, LP: tl.constexpr,
     PER: tl.constexpr, PERP: tl.constexpr,
@@ -132,6 +133,7 @@ def prepare_kernel(
     prepare_heads(
         inputs, valid, True, True,
         ring_dt_ptr + slot * ring_dt_stride + first, ring_B_ptr + slot * ring_B_stride + i_g * N,
-        sign_ptr, weight_ptr + (i_b * H + first) * (LP + 2), c_ptr + of * N, top_ptr + of,
+        sign_ptr, weight_ptr + (i_b * H + first) * (LP + 2), dot_ptr + of * LP,
+        c_ptr + of * N, top_ptr + of,
         H, G, N, NP, LP, PER, PERP, OUTPUT, MATRIX, ROTATE, SOFTPLUS, HAS_BIAS, HAS_D,
     )  # fmt: skip

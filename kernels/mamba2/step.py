@@ -28,9 +28,10 @@ def step_kernel(
     slot_ptr, valid_ptr, flush_ptr, position_ptr, key_ptr,  # [b]
     ring_x_ptr, ring_dt_ptr, ring_B_ptr,
     code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
-    # scratch of each head: fp32 [b, H, LP + 2], int32 [b, H, N], fp32 [b, H]; of rows that flush
-    # fp32 [b, H, LPW], [b, H], [b, H, TERMS, LPW, 8 WP] (see window_kernel), fp32 [b, H, N]
-    weight_ptr, c_ptr, top_ptr, fold_ptr, decay_ptr, window_ptr, vector_ptr,
+    # scratch of each head: fp32 [b, H, LP + 2], [b, H, LP], int32 [b, H, N], fp32 [b, H]; of rows
+    # that flush fp32 [b, H, LPW], [b, H], [b, H, TERMS, LPW, 8 WP] (see window_kernel), fp32
+    # [b, H, N]
+    weight_ptr, dot_ptr, c_ptr, top_ptr, fold_ptr, decay_ptr, window_ptr, vector_ptr,
     x_stride, z_stride, y_stride, dt_stride, B_stride, C_stride,
     ring_x_stride, ring_dt_stride, ring_B_stride,
     code_stride, low_stride, scale_stride, tile_stride,
@@ -82,18 +83,18 @@ def step_kernel(
         codes, scales, past = (), (), ()
         if MATRIX:
             codes, scales, past = fetch_block(
-                code, scale, tile, ring_x, start, R, valid, R, TILES, H * R, LP, ROWS, OUTPUT
+                code, scale, tile, ring_x, start, R, valid, R, N, TILES, H * R, LP, ROWS, OUTPUT
             )
         prepare_heads(
             inputs, valid, i_t == 0, (i_t == 0) & (i_h % (H // G) == 0),
             ring_dt_ptr + slot * ring_dt_stride + i_h,
             ring_B_ptr + slot * ring_B_stride + i_g * N,
-            sign_ptr, weights, c_ptr + head * N, top_ptr + head,
+            sign_ptr, weights, dot_ptr + head * LP, c_ptr + head * N, top_ptr + head,
             H, G, N, NP, LP, 1, 1, OUTPUT, MATRIX, ROTATE, SOFTPLUS, HAS_BIAS, D_ROWS == 1,
         )  # fmt: skip
         tl.debug_barrier()  # other lanes read what this program has just written
         if MATRIX:
-            c = load_operand(c_ptr + head * N, OUTPUT)
+            c = load_operand(c_ptr + head * N, N, OUTPUT)
         else:
             c = load_stored(c_ptr + head * N, N, WP, OUTPUT)
         top = tl.load(top_ptr + head)

@@ -10,11 +10,12 @@ import torch
 import triton
 
 from ...config import StateConfig
-from ...formats.rotation import block_of, signs
+from ...formats.rotation import block_of
 from ...state.cache import StepRows
 from ...state.layout import StateViews
 from ..common.check import check_gpu, check_rows, check_tensor, check_views
 from ..common.fold import rotation_table
+from ..common.hadamard import rotation_signs
 from ..common.launch import beside, early, rejoin, starts_early
 from ..common.matrix import block_rows, matrix_path
 from ..common.planes import PTX
@@ -37,8 +38,7 @@ class LaunchConfig:
     """How a step is launched.
 
     heads: of a readout program, at most; rows: of a block; ahead: 1 to load the next block while
-    one is worked on; warps: of a readout program without matrix units; prepare_warps: of the
-    program that prepares a group.
+    one is worked on; warps: of a readout program without matrix units.
 
     flush: programs that flush for each multiprocessor; flush_registers: of one, at most; beside: 1
     to flush on a stream beside the reads, 0 after them.
@@ -51,31 +51,27 @@ class LaunchConfig:
     rows: int
     ahead: int = 0
     warps: int = 1
-    prepare_warps: int = 1
     flush: int = 16
     flush_registers: int = 128
     beside: int = 0
     single: int = 0
 
 
+_SINGLE = (
+    (1, LaunchConfig(1, 16, single=1)),
+    (8, LaunchConfig(1, 32, single=1)),
+)
 LAUNCH: dict[int, tuple[tuple[int, LaunchConfig], ...]] = {
-    4: ((1, LaunchConfig(1, 64, prepare_warps=4)), (32, LaunchConfig(2, 64, flush=12, beside=1))),
-    8: ((1, LaunchConfig(1, 64, prepare_warps=4)), (32, LaunchConfig(2, 64, flush=12, beside=1))),
-    16: (
-        (1, LaunchConfig(1, 64, prepare_warps=4)),
-        (32, LaunchConfig(4, 64, warps=2, flush=12, beside=1)),
-    ),
-    32: (
-        (1, LaunchConfig(1, 64, prepare_warps=4)),
-        (32, LaunchConfig(4, 64, warps=2, flush=12, beside=1)),
-    ),
+    4: (*_SINGLE, (32, LaunchConfig(2, 64, flush=12, beside=1))),
+    8: (*_SINGLE, (32, LaunchConfig(2, 64, flush=12, beside=1))),
+    16: (_SINGLE[0], (32, LaunchConfig(4, 64, warps=2, flush=12, beside=1))),
+    32: (_SINGLE[0], (32, LaunchConfig(4, 64, warps=2, flush=12, beside=1))),
 }
 """Bits of the readout's codes -> (smallest batch, launch configuration), ascending.
 
 4 bits from batch 32 on: within 1 % of the fastest of 18 in the mix at batch 256, nvfp4 + fp16 and
 P4+8 (NVIDIA H200, triton 3.6.0, Super geometry, commit 5593cff; beside 123 and 129 us, after the
-reads 129 and 130 us). Below: the fastest reads at batch 1 and 8, nvfp4 + fp16, same GPU and
-geometry. Others are taken over from 4 bits, not tuned themselves.
+reads 129 and 130 us). Others are taken over from 4 bits, not tuned themselves.
 """
 
 
@@ -190,18 +186,19 @@ def _run(
         window = max(16, lp)
         left, terms = window_terms(config, ring_B.dtype)
         block = min(launch.rows, max(16, triton.next_power_of_2(p)))
-        block = block_rows(block, ring_x.dtype, config.readout) if matrix else block
-        sizes_of = [batch * heads * k for k in (lp + 4, n, 4, window, 4, n)]  # each aligned
+        warps = 1 if matrix else launch_warps(n)
+        block = block_rows(block, n, ring_x.dtype, config.readout) if matrix else block
+        sizes_of = [batch * heads * k for k in (lp + 4, n, 4, window, 4, n, lp)]  # each aligned
         columns = torch.empty(sum(sizes_of), device=device).split(sizes_of)
         step_kernel[(batch * heads * triton.cdiv(p, block),)](
             x, x if z is None else z, y, dt, B, C, A, A if D is None else D,
             A if dt_bias is None else dt_bias,
-            signs(n, device) if config.rotate else A,
+            rotation_signs(n, device) if config.rotate else A,
             rotation_table(n, device) if config.rotate else A,
             rows.slots, rows.valid, rows.flush, rows.position, rows.key,
             ring_x, ring_dt, ring_B,
             weight_ptr=columns[0], c_ptr=columns[1].view(torch.int32), top_ptr=columns[2],
-            fold_ptr=columns[3], decay_ptr=columns[4], vector_ptr=columns[5],
+            fold_ptr=columns[3], decay_ptr=columns[4], vector_ptr=columns[5], dot_ptr=columns[6],
             window_ptr=torch.empty(
                 batch * heads * terms * window * 8 * wp, device=device,
                 dtype=torch.bfloat16 if PTX.value else torch.float32,
@@ -211,10 +208,10 @@ def _run(
             ring_x_stride=ring_x.stride(0), ring_dt_stride=ring_dt.stride(0),
             ring_B_stride=ring_B.stride(0), layer=layer, head_offset=head_offset,
             H=heads, G=groups, R=p, N=n, NP=padded, WP=wp, LP=lp, LPW=window, ROWS=block,
-            TERMS=terms, LEFT=left, WARPS=launch_warps(n), MATRIX=matrix, ROTATE=config.rotate,
+            TERMS=terms, LEFT=left, WARPS=warps, MATRIX=matrix, ROTATE=config.rotate,
             BLOCK=block_of(n), SOFTPLUS=dt_softplus, HAS_BIAS=dt_bias is not None,
             D_ROWS=0 if D is None else D.ndim, HAS_Z=z is not None, EARLY=start,
-            num_warps=launch_warps(n), num_stages=1, **planes, **sizes, **rounding_sizes(config),
+            num_warps=warps, num_stages=1, **planes, **sizes, **rounding_sizes(config),
             **early(start),
         )  # fmt: skip
         return
@@ -238,13 +235,14 @@ def _run(
     }  # fmt: skip
     prepare_kernel[(groups, batch)](
         dt, B, C, A, A if D is None else D, A if dt_bias is None else dt_bias,
-        signs(n, device) if config.rotate else A,
+        rotation_signs(n, device) if config.rotate else A,
         ring_dt_ptr=ring_dt, ring_B_ptr=ring_B,
+        dot_ptr=torch.empty(batch, groups, lp, device=device),
         dt_stride=dt.stride(0), B_stride=B.stride(0), C_stride=C.stride(0),
         ring_dt_stride=ring_dt.stride(0), ring_B_stride=ring_B.stride(0),
         NP=padded, PER=per_group, PERP=triton.next_power_of_2(per_group),
         MATRIX=matrix, ROTATE=config.rotate, SOFTPLUS=dt_softplus, HAS_BIAS=dt_bias is not None,
-        HAS_D=D is not None and D.ndim == 1, num_warps=launch.prepare_warps, **reading,
+        HAS_D=D is not None and D.ndim == 1, num_warps=1, **reading,
     )  # fmt: skip
     count = divisor_up_to(per_group, launch.heads)
     names = ("copy", "copy_scale", "copy_tile")
@@ -253,7 +251,7 @@ def _run(
         x, x if z is None else z, y, A if D is None else D, ring_x_ptr=ring_x,
         x_stride=x.stride(0), z_stride=0 if z is None else z.stride(0), y_stride=y.stride(0),
         ring_x_stride=ring_x.stride(0), R=p, WP=wp, HEADS=count,
-        ROWS=block_rows(launch.rows, ring_x.dtype, config.readout) if matrix else launch.rows,
+        ROWS=block_rows(launch.rows, n, ring_x.dtype, config.readout) if matrix else launch.rows,
         AHEAD=bool(launch.ahead) and matrix, MATRIX=matrix,
         D_ROWS=0 if D is None else D.ndim, HAS_Z=z is not None,
         num_warps=1 if matrix else launch.warps, **copy, **reading, **early(start),

@@ -24,7 +24,7 @@ CHANGES = {
         {"heads": 1, "rows": 32},
         {"heads": 4, "rows": 64, "ahead": 1},
         {"beside": 1, "flush": 3},
-        {"prepare_warps": 4, "flush_registers": 255},
+        {"flush_registers": 255},
         {"single": 1, "rows": 16},
         {"single": 1, "rows": 64},
     ),
@@ -59,7 +59,7 @@ def problem(kind: str, config: StateConfig, large: bool) -> Problem:
 def check(kind: str, config: StateConfig, large: bool, changes) -> None:
     made = problem(kind, config, large)
     module = kernels_of(kind)
-    default = dataclasses.replace(module.launch_for(config, 1), beside=0)
+    default = dataclasses.replace(module.launch_for(config, 256), beside=0)
     before = made.pages.clone()
     want, pages = None, None
     for change in ({}, *changes):

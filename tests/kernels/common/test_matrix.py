@@ -149,8 +149,9 @@ def emulate(text: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]
 def _words_kernel(c_ptr, x_ptr, out_ptr, top, COUNT: tl.constexpr, OUTPUT: tl.constexpr):
     """Operand words of x [1, 128], then what ``load_operand`` makes of them: [COUNT, 8, 4]."""
     row, n = tl.arange(0, 1)[:, None], tl.arange(0, 128)[None, :]
-    matrix.store_operand(c_ptr + row, tl.load(x_ptr + n + row), 1.0 / top + row, row == 0, OUTPUT)
-    c = matrix.load_operand(c_ptr, OUTPUT)
+    x = tl.load(x_ptr + n + row)
+    matrix.store_operand(c_ptr + row, x, 1.0 / top + row, row == 0, 128, OUTPUT)
+    c = matrix.load_operand(c_ptr, 128, OUTPUT)
     at = tl.arange(0, 8)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
     for k in tl.static_range(COUNT):
         tl.store(out_ptr + k * 32 + at, c[k])
@@ -269,14 +270,18 @@ for kind, size, update, output, dtype, changes in json.loads(sys.argv[1]):
     with compile_only(90):
         launcher(module, problem, launch)(problem.steps("mix")[0])
     for kernel in kernels:
-        if kernel.metadata.name != "readout_kernel":
+        if kernel.metadata.name not in ("readout_kernel", "step_kernel", "prepare_kernel"):
             continue
         text = kernel.asm["ttgir"]
         layouts = dict(re.findall(r"^(#[a-z0-9]+) = (#ttg.*)$", text, re.M))
         for line in text.splitlines():
-            if "elementwise_inline_asm" in line and ("mma.sync" in line or "shfl" in line):
+            if "elementwise_inline_asm" not in line or "tensor<8x16xf16" in line:
+                continue  # the latter is a product of the fold
+            kind = "sum" if "shfl" in line else "product" if "mma.sync" in line else ""
+            kind = "rotation" if "fma.rn.f32 $0, $0, f, v" in line else kind
+            if kind:
                 kinds = set(re.findall(r"tensor<[0-9x]+[a-z0-9]+, (#[a-z0-9]+)>", line))
-                found.append(["mma" in line, [layouts[k] for k in kinds]])
+                found.append([kind, [layouts[k] for k in kinds]])
 print(json.dumps(found))
 """
 
@@ -293,6 +298,13 @@ LAYOUT_CASES = [
     [*_G, "P8+4", None, _WIDE, {"rows": 64}],
     [*_G, "e4m3", "same", _WIDE, {"rows": 32, "blocks": 2, "ahead": 1}],
     [*_G, "fp16", "nvfp4", _HALF, {"rows": 32, "blocks": 4, "ahead": 1}],
+    ["mamba2", (4, 128, 256, 1), "fp16", "nvfp4", _HALF, {"rows": 32}],
+    ["mamba2", (4, 128, 256, 1), "P8+4", None, _HALF, {"single": 1, "rows": 16}],
+    [*_M, "fp16", "nvfp4", _HALF, {"single": 1, "rows": 16}],
+    [*_M, "e4m3", "same", _HALF, {"single": 1, "rows": 32}],
+    [*_M, "P4+8", None, _WIDE, {"single": 1, "rows": 16}],
+    [*_G, "P8+4", None, _HALF, {"single": 1, "rows": 16}],
+    [*_G, "fp16", "nvfp4", _WIDE, {"single": 1, "rows": 16}],
 ]
 
 
@@ -306,9 +318,18 @@ def test_lanes_hold_what_the_matrix_units_want(case):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert {mma for mma, _ in found} == {True, False}, "neither product nor sum"
-    for _, layouts in found:
+    assert {kind for kind, _ in found} >= {"product", "sum"}
+    lanes = "lane = [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]], warp = [], block = []"
+    for kind, layouts in found:
         assert len(layouts) == 1
-        assert "threadsPerWarp = [1, 8, 4]" in layouts[0]
-        assert "warpsPerCTA = [1, 1, 1]" in layouts[0]
-        assert re.search(r"sizePerThread = \[\d, 1, 1\]", layouts[0])
+        if kind == "rotation":
+            assert "sizePerThread = [1, 4], threadsPerWarp = [1, 32]" in layouts[0]
+        elif "linear" in layouts[0]:
+            registers = layouts[0].split("register = ")[1].split(", lane")[0]
+            assert lanes in layouts[0]
+            assert registers in ("[[1, 0, 0]]", "[[1, 0, 0], [2, 0, 0]]",
+                                 "[[1, 0, 0], [2, 0, 0], [4, 0, 0]]")  # fmt: skip
+        else:
+            assert "threadsPerWarp = [1, 8, 4]" in layouts[0]
+            assert "warpsPerCTA = [1, 1, 1]" in layouts[0]
+            assert re.search(r"sizePerThread = \[\d, 1, 1\]", layouts[0])
