@@ -59,13 +59,15 @@ def bounds_of(bounds, config: StateConfig, dtype: torch.dtype, device: torch.dev
     fp16 2e-4. Codes: the fold's fp32 sums differ from float64 by some 1e-7 of a row's RMS, which is
     up to 1e-3 of a step where integers have 12 bits: so many round the other way. A float's step
     shrinks with its value, so small fp16 values are closer to a boundary: 1e-7 * 2**11 * RMS /
-    |value|, 2e-3 on average over a Gaussian row. State: that share of elements, one step each, and
-    the exponentials of a GPU, 2**-22 each.
+    |value|, 2e-3 on average over a Gaussian row. On a GPU the fold's operands are sums of two bf16
+    numbers, 2**-17 of a term each: 3e-3 of a step where integers have 12 bits. State: that share of
+    elements, one step each, and the exponentials of a GPU, 2**-22 each.
     """
     packed = device.type == "cuda" and config.readout.bits == 4
     output = 1e-3 if packed else 1e-5
     output += {torch.bfloat16: 2.2e-3, torch.float16: 4e-4}.get(dtype, 0.0)
-    flips = 4e-3 if config.update.name == "fp16" else 1e-3
+    planar = device.type == "cuda" and config.update.kind == "planar"
+    flips = 4e-3 if config.update.name == "fp16" or planar else 1e-3
     return bounds(output, flips, 2 * flips**0.5 * step_of(config) + 3e-6)
 
 
