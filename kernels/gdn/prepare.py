@@ -63,15 +63,18 @@ def _gram(high, low, K: tl.constexpr, LP: tl.constexpr):
 
 
 @triton.jit
-def _solve(gram, g, beta, w_high, w_low, until, total, LP: tl.constexpr):
-    """W in two fp16 halves [LP, LP], e^G [LP] and e^(G_n) of one value head, from log decays g."""
+def _solve(gram, g, beta, used, w_high, w_low, until, total, LP: tl.constexpr):
+    """W in two fp16 halves [LP, LP], e^G [LP] and e^(G_n) of one value head, from log decays g.
+
+    g and beta are zero from token ``used`` on.
+    """
     i, j = tl.arange(0, LP)[:, None], tl.arange(0, LP)[None, :]
     wide = g.to(tl.float64)  # differences of long sums lose nothing
     cum = tl.cumsum(wide, 0)
     end = tl.sum(wide, 0)
     gap = tl.where(i > j, cum[:, None] - cum[None, :], 0.0).to(tl.float32)  # masked before exp
     inverse = tl.where(i > j, -gram * tl.exp(gap) * beta[:, None], 0.0)
-    for step in range(1, LP):  # row by row: row_i of the inverse from the rows above it
+    for step in range(1, used):  # row by row: row_i of the inverse from the rows above it
         row = tl.sum(tl.where(i == step, inverse, 0.0), 0, keep_dims=True)
         row += tl.sum(tl.trans(row) * inverse, 0, keep_dims=True)
         inverse = tl.where(i == step, row, inverse)
@@ -124,8 +127,8 @@ def window_system(
         g = tl.where(token == valid, tl.load(gate + h), g)
         beta = tl.where(token == valid, tl.load(rate + h), beta)
         _solve(
-            gram, g, beta, w_high + h * (LP * LP), w_low + h * (LP * LP), until + h * LP, total + h,
-            LP,
+            gram, g, beta, valid + 1, w_high + h * (LP * LP), w_low + h * (LP * LP),
+            until + h * LP, total + h, LP,
         )  # fmt: skip
 
 
