@@ -86,7 +86,8 @@ class Measured:
     """What gates need of one arm on one task: arrays over documents, rounding seeds averaged.
 
     kld and counts [n, buckets], middles [buckets] (mean position, 0 for none), agree [n]; values
-    and owners [m]: each answer's divergence and the row of its document; state [n', layers, 3].
+    and owners [m]: each answer's divergence and the row of its document; state [n', layers, 3];
+    length and length_fp32 [n]: tokens of the responses.
     """
 
     documents: list[CommittedDocument]
@@ -101,6 +102,8 @@ class Measured:
     owners: np.ndarray | None = None
     layers: tuple[str, ...] = ()
     state: np.ndarray | None = None
+    length: np.ndarray | None = None
+    length_fp32: np.ndarray | None = None
     broken: int = 0
 
 
@@ -123,6 +126,9 @@ def measured(
     out: dict[str, Any] = {"broken": sum(u.record.nonfinite_tokens for u in units)}
     if units[0].tokens is not None and reference.tokens is not None:
         out |= _divergences(reference, rows, units)
+    if all("generated" in u.samples[0] for u in (reference, *units)):
+        out["length"] = np.mean([[float(s["generated"]) for s in u.samples] for u in units], 0)
+        out["length_fp32"] = np.array([float(reference.samples[r]["generated"]) for r in rows])
     with_state = [s for s in first if s.get("state")]
     if with_state:
         layers = tuple(sorted(with_state[0]["state"], key=int))
@@ -319,7 +325,21 @@ def against_fp32(metric: str, m: Measured, level: float) -> stats.Interval | Non
         return stats.bootstrap_ratio(m.agree, m.answers, level=level)
     if metric == "accuracy_delta" and m.right is not None and m.right_fp32 is not None:
         return stats.paired_delta(m.right, m.right_fp32, m.answers, level=level)
+    if metric == "length_change" and m.length is not None and m.length_fp32 is not None:
+        if m.length_fp32.sum() <= 0:
+            return None
+        return _size(stats.bootstrap_ratio(m.length - m.length_fp32, m.length_fp32, level=level))
     return None
+
+
+def _size(x: stats.Interval) -> stats.Interval:
+    """Interval of how far a change is from zero, in either direction."""
+
+    def span(low: float, high: float) -> tuple[float, float]:
+        near = 0.0 if low <= 0 <= high else min(abs(low), abs(high))
+        return near, max(abs(low), abs(high))
+
+    return stats.Interval(abs(x.value), *span(x.low, x.high), *span(x.lower, x.upper), x.level, x.n)
 
 
 # --- verdicts -------------------------------------------------------------------------------------
@@ -349,6 +369,7 @@ _WORDS: dict[tuple[str, str], str] = {
     ("kld_slope", "fp32"): "slope of KLD by position",
     ("top1", "fp32"): "top-1 agreement",
     ("accuracy_delta", "fp32"): "change of accuracy",
+    ("length_change", "fp32"): "change of response length, in either direction",
     ("kld_mean", "committed"): "mean KLD / committed",
     ("kld_slope", "committed"): "slope of KLD - committed",
     ("top1", "committed"): "top-1 agreement - committed",
@@ -359,7 +380,7 @@ _WORDS: dict[tuple[str, str], str] = {
 
 def judge(gate: SuiteGate, x: stats.Interval) -> tuple[Verdict, str, float]:
     """(verdict, reason, the bound that decided) of a gate on its interval."""
-    lower_is_better = gate.metric in ("kld_mean", "kld_p99", "kld_slope", "state_error")
+    lower_is_better = gate.metric not in ("top1", "accuracy_delta")
     loss = gate.metric == "accuracy_delta" or (gate.metric, gate.against) == ("top1", "committed")
     limit = -gate.threshold if loss else gate.threshold
     verdict = _ceiling(x, limit) if lower_is_better else _floor(x, limit)
@@ -610,6 +631,7 @@ _SHORT = {
     "kld_slope": "slope",
     "top1": "top-1",
     "accuracy_delta": "accuracy",
+    "length_change": "length",
     "kld_mean/committed": "KLD ratio",
     "kld_slope/committed": "slope change",
     "top1/committed": "top-1 change",

@@ -131,12 +131,16 @@ class SuiteGate(_Strict):
 
     against fp32: kld_mean, kld_p99 (nats) and kld_slope must stay at or below the threshold, top1
     (a share) at or above it; accuracy_delta is non-inferiority: the loss of accuracy, as a share,
-    stays below the threshold. against ``committed``, the suite's baseline: kld_mean and state_error
-    (root mean square of the stored state's error, the worst layer) are ratios to the committed
-    value, kld_slope is the rise above it, top1 and accuracy_delta the loss against it.
+    stays below the threshold; length_change is equivalence: responses grow or shrink by less than
+    the threshold, as a share of fp32's tokens. against ``committed``, the suite's baseline:
+    kld_mean and state_error (root mean square of the stored state's error, the worst layer) are
+    ratios to the committed value, kld_slope is the rise above it, top1 and accuracy_delta the loss
+    against it.
     """
 
-    metric: Literal["kld_mean", "kld_p99", "kld_slope", "top1", "accuracy_delta", "state_error"]
+    metric: Literal[
+        "kld_mean", "kld_p99", "kld_slope", "top1", "accuracy_delta", "length_change", "state_error"
+    ]
     against: Literal["fp32", "committed"] = "fp32"
     role: Literal["candidate", "floor"] = "candidate"
     task: str | None = None
@@ -149,6 +153,8 @@ class SuiteGate(_Strict):
             raise ValueError("state_error is compared with a committed result; set against")
         if self.metric == "kld_p99" and self.against == "committed":
             raise ValueError("kld_p99 has no committed value; gate kld_mean against it instead")
+        if self.metric == "length_change" and self.against == "committed":
+            raise ValueError("length_change has no committed value; leave against out")
         if self.role == "floor" and self.against == "committed":
             raise ValueError("the floor is fp32 measured again; leave against out")
         return self

@@ -114,10 +114,11 @@ class Gate(_Strict):
 
     kld_mean and kld_p99 are in nats and must not exceed the threshold, top1 is a share that must
     reach it; accuracy_delta (candidate minus fp32, as a share) passes as non-inferiority if its
-    lower one-sided bound at ``confidence`` stays above -threshold.
+    lower one-sided bound at ``confidence`` stays above -threshold. length_change is the change of
+    the mean response length as a share of fp32's, in either direction, and must not exceed it.
     """
 
-    metric: Literal["kld_mean", "kld_p99", "top1", "accuracy_delta", "kld_slope"]
+    metric: Literal["kld_mean", "kld_p99", "top1", "accuracy_delta", "length_change", "kld_slope"]
     task: str | None = None
     threshold: float
     confidence: float = Field(default=0.95, gt=0.5, lt=1.0)

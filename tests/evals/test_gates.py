@@ -28,6 +28,7 @@ def _interval(lower: float, upper: float) -> stats.Interval:
         ("kld_slope", "fp32", 0.6, (-1.0, 0.6), (0.61, 0.7)),
         ("top1", "fp32", 0.99, (0.99, 1.0), (0.9, 0.989)),
         ("accuracy_delta", "fp32", 0.01, (-0.01, 0.2), (-0.3, -0.011)),
+        ("length_change", "fp32", 0.05, (0.0, 0.05), (0.051, 0.2)),
         ("kld_mean", "committed", 1.2, (0.5, 1.2), (1.21, 1.3)),
         ("kld_slope", "committed", 0.2, (-0.2, 0.2), (0.21, 0.3)),
         ("top1", "committed", 0.005, (-0.005, 0.0), (-0.1, -0.0051)),
@@ -79,6 +80,29 @@ def pair(make_unit):
             make_unit(wrong, seed=seed, tokens=base | more, kld=tail(kld[scored]))
         )  # fmt: skip
     return reference, units
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.1])
+def test_responses_may_neither_grow_nor_shrink(factor, make_unit, task_record) -> None:
+    tokens = [100 + i for i in range(40)]
+    reference, unit = (make_unit(["1"] * 40, name) for name in ("fp32", "arm"))
+    for r, u, n in zip(reference.samples, unit.samples, tokens, strict=True):
+        r["generated"], u["generated"] = n, factor * n + (n % 3 - 1)
+    m = gates.measured(reference, [unit], "accuracy")
+    x = gates.against_fp32("length_change", m, 0.95)
+    change = compare(reference, [unit], task_record(), "candidate").length_change
+    assert x.value == pytest.approx(abs(change.value)) == pytest.approx(0.1, abs=0.005)
+    assert 0 < x.lower < x.value < x.upper
+    words = {}
+    for threshold in (0.05, 0.1, 0.15):
+        gate = SuiteGate(metric="length_change", threshold=threshold)
+        words[threshold] = gates.judge(gate, x)[0]
+    assert words == {0.05: "FAIL", 0.1: "INCONCLUSIVE", 0.15: "PASS"}
+    same = gates.measured(reference, [reference], "accuracy")
+    still = gates.against_fp32("length_change", same, 0.95)
+    assert (still.value, still.lower, still.upper) == (0, 0, 0)
+    with pytest.raises(ValueError, match="no committed value"):
+        SuiteGate(metric="length_change", against="committed", threshold=0.05)
 
 
 def test_intervals_are_those_of_the_comparison(pair, task_record) -> None:
