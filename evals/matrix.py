@@ -26,7 +26,7 @@ from .. import models
 from .._paths import drop_checkout
 from ..config import StateConfig
 from ..state.geometry import ModelGeometry, read_geometry
-from . import report, runner
+from . import gates, report, runner
 from .arms import Arm, arm, parse_arm, reference_arms, slug, unique
 from .files import write_text
 from .schema import Role, RunRecord
@@ -311,7 +311,7 @@ def merge(runs: Sequence[RunRecord]) -> RunRecord:
             "units": [u for run in runs for u in run.units],
             "comparisons": comparisons,
             "gates": [g for run in runs for g in run.gates],
-            "verdict": runner.overall(comparisons),
+            "verdict": report.worst_of(run.verdict for run in runs),
             "seconds": sum(r.seconds for r in runs),
             "limited": any(r.limited for r in runs),
         }
@@ -325,6 +325,7 @@ def only(run: RunRecord, names: Sequence[str]) -> RunRecord:
         if name not in known:
             raise ValueError(f"merge: no result of model '{name}'; models: {', '.join(known)}")
     comparisons = [c for c in run.comparisons if c.model in names]
+    kept = [g for g in run.gates if g.model in names]
     asked = {c.task for c in comparisons}
     arms = []
     for one in run.arms:
@@ -338,8 +339,8 @@ def only(run: RunRecord, names: Sequence[str]) -> RunRecord:
             "arms": arms,
             "units": [u for u in run.units if u.model in names],
             "comparisons": comparisons,
-            "gates": [g for g in run.gates if g.model in names],
-            "verdict": runner.overall(comparisons),
+            "gates": kept,
+            "verdict": gates.verdict(kept) if kept else runner.overall(comparisons),
         }
     )
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from .schema import (
     ResultError,
     RunRecord,
     TaskRecord,
+    Verdict,
     read_record,
 )
 
@@ -255,6 +256,12 @@ def worst(found: Sequence[Comparison]) -> str:
         if verdict in verdicts:
             return verdict
     return "INCONCLUSIVE"
+
+
+def worst_of(verdicts: Iterable[Verdict]) -> Verdict:
+    """One verdict for several runs: the worst."""
+    order: tuple[Verdict, ...] = ("FAIL", "INCONCLUSIVE", "NOT-LEARNED", "PASS")
+    return min(verdicts, key=order.index)
 
 
 def _overview_tasks(run: RunRecord, model: ModelRecord) -> tuple[str | None, str | None]:

@@ -1,6 +1,7 @@
 """The format matrices: what is in them, the time limit, joining results."""
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,6 +96,8 @@ def test_results_are_joined(tiny_mamba2, tiny_gdn, monkeypatch, tmp_path):
     assert len(run.comparisons) == 2 * 3 and all(len(a.bytes) == 2 for a in run.arms)
     labels = [parse_arm(t).label for t in pick.split(",")]
     assert sorted(a.label for a in run.arms[2:]) == sorted(labels)
+    assert run.verdict == report.worst_of(report.load(Path(p)).verdict for p in both)
+    assert report.worst_of(["PASS", "NOT-LEARNED", "FAIL", "INCONCLUSIVE"]) == "FAIL"
     keep = ["merge", str(tmp_path / "c"), "--model", tiny_gdn.name, "--out", str(tmp_path / "d")]
     assert matrix.main(keep) == 0
     alone, before = report.load(tmp_path / "d"), report.load(tmp_path / "b")
