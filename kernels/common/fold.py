@@ -32,8 +32,8 @@ def rotation_table(n: int, device: torch.device) -> torch.Tensor:
 def list_flushes(slot_ptr, flush_ptr, list_ptr, batch, EVERY_STEP: tl.constexpr):
     """list[0] = number of rows that flush, list[1:] their numbers in order (one program)."""
     count = batch * 0
-    for start in range(0, batch, 128):
-        row = start + tl.arange(0, 128)
+    for start in range(0, batch, 512):
+        row = start + tl.arange(0, 512)
         live = tl.load(slot_ptr + row, mask=row < batch, other=-1) >= 0
         if EVERY_STEP:
             chosen = live.to(tl.int32)
@@ -107,20 +107,21 @@ def in_fragments(wp, warps):
 
 
 @triton.jit
-def window_order(token, n, W: tl.constexpr, WP: tl.constexpr, WARPS: tl.constexpr):
-    """Where a window keeps element n of a token, counted in numbers; see ``add_window``.
+def store_fragments(window, x, n):
+    """Columns n (from a multiple of 16 on) of a window [LP, len(n)], 16-bit, in fragments.
 
-    In fragments: 128 words a plane for each sixteen tokens, two tokens a word. Lane 4 g + q of a
-    warp finds together the four words that are its part of two operands of sixteen tokens and eight
-    columns: tokens 2 q, 2 q + 1 and those 8 later, for columns c and c + 2, c = g // 2 * 4 + g % 2.
+    128 words a plane for each sixteen tokens, two tokens a word. Lane 4 g + q of a warp finds
+    together the four words that are its part of two operands of sixteen tokens and eight columns:
+    tokens 2 q, 2 q + 1 and those 8 later, for columns c and c + 2, c = g // 2 * 4 + g % 2.
     """
-    if in_fragments(WP, WARPS):
-        plane, column = n // 16, n % 16
-        lane = (column // 4 * 2 + column % 2) * 4 + token % 8 // 2
-        word = lane * 4 + column // 2 % 2 * 2 + token // 8 % 2
-        return (token // 16 * 8 + plane) * 256 + word * 2 + token % 2
-    else:
-        return token * (8 * WP) + thread_order(n, W, WP, WARPS)
+    STEPS: tl.constexpr = x.shape[0] // 16
+    PLANES: tl.constexpr = x.shape[1] // 16
+    # tokens: 16 steps, 8, 2, 1; columns: 16 planes, 4, 2, 1
+    x = tl.reshape(x, (STEPS, 2, 4, 2, PLANES, 4, 2, 2))
+    x = tl.permute(x, (0, 4, 5, 7, 2, 6, 1, 3))
+    x = tl.reshape(x, (STEPS, PLANES * 256))
+    step, place = tl.arange(0, STEPS)[:, None], tl.arange(0, PLANES * 256)[None, :]
+    tl.store(window + step * 2048 + tl.min(n, 0) * 16 + place, x)
 
 
 @triton.jit

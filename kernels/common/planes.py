@@ -878,7 +878,7 @@ def _shared_scales_asm(up):
 @triton.jit
 def shared_scales(amax, pair, scale_ptr, tile_ptr, MAX_CODE: tl.constexpr, UP: tl.constexpr):
     """Store the scales of blocks from their largest magnitudes; the inverses, fp32 [8, 16]."""
-    tile_amax = as_float(tl.max(tl.max(as_bits(amax), 1), 0))
+    tile_amax = as_float(tl.max(tl.ravel(as_bits(amax), can_reorder=True), 0))
     tile = floored_scale(divide(tile_amax, MAX_CODE * 448.0, 1.0 / (MAX_CODE * 448.0)))
     tile_inverse = reciprocal(tl.where(tile > 0, tile, 1.0))
     tl.store(tile_ptr + tl.min(pair, 0) // PAIRS, tile)

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ..common.fold import (
     opaque,
+    prefetch,
     prefetch_words,
     product_rows,
     stack_tile,
@@ -428,6 +429,10 @@ def flush_kernel(
                 low_ptr + slot * low_stride + n_h * LOW_HEAD,
                 scale_ptr + slot * scale_stride + n_h * SCALE_HEAD,
             )  # fmt: skip
+            past = tl.minimum(tl.arange(0, LP), tl.maximum(valid - 1, 0))
+            row = n_h * V + after % TILES * (2 * PAIRS)
+            prefetch(ring_v_ptr + slot * ring_v_stride + row + past * (HV * V))
+            prefetch(v_ptr + i_b * v_stride + row + tl.arange(0, 1))
             head = i_b * HV + i_h
             key_head = i_b * HK + i_h // PER
             words = _fold_tile(

@@ -26,12 +26,14 @@ from ..common.fold import (
     in_fragments,
     left_operands,
     list_flushes,
+    prefetch,
     prefetch_words,
     rotate_window,
     rotation_table,
     stack_rows,
+    store_fragments,
+    thread_order,
     token_of,
-    window_order,
 )
 from ..common.launch import multiprocessors, register_limit
 from ..common.planes import PAIRS, PTX, decode_words, fetch_tile, fetch_tile_scale
@@ -152,12 +154,14 @@ def store_terms(
     WARPS: tl.constexpr,
 ):  # fmt: skip
     """Columns n of the window's B [LP, len(n)], zero beyond N: operand of ``fold.add_window``."""
-    token = tl.arange(0, LP)[:, None]
-    at = window + window_order(token, n[None, :], N // 8, WP, WARPS)
+    at = window + tl.arange(0, LP)[:, None] * (8 * WP) + thread_order(n, N // 8, WP, WARPS)[None, :]
     if PTX:
         terms = bf16_terms(B, TERMS)
         for k in tl.static_range(TERMS):
-            tl.store(at + k * (LP * 8 * WP), terms[k])
+            if in_fragments(WP, WARPS):
+                store_fragments(window + k * (LP * 8 * WP), terms[k], n)
+            else:
+                tl.store(at + k * (LP * 8 * WP), terms[k])
     else:
         tl.store(at, B)
 
@@ -359,6 +363,10 @@ def flush_kernel(
                 next_pair, (2 * next_pair < R, 2 * next_pair + 1 < R),
                 code + n_h * CODE_HEAD, low + n_h * LOW_HEAD, scales + n_h * SCALE_HEAD,
             )  # fmt: skip
+            past = tl.minimum(tl.arange(0, LP), tl.maximum(valid - 1, 0))
+            row = n_h * R + after % TILES * (2 * PAIRS)
+            prefetch(ring_x + row + past * (H * R))
+            prefetch(x_ptr + i_b * x_stride + row + tl.arange(0, 1))
             i_g = i_h // (H // G)
             words = fold_tile(
                 words, tile, following, i_b, i_h, i_t, key, position, slot, valid,
