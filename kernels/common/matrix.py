@@ -25,6 +25,8 @@ import triton.language as tl
 from ...formats.spec import Format
 
 TOP2 = tl.constexpr(16256.0)  # 127 * 128: two digits, the upper one at most 127
+# bytes of 12 + and 12 - twice the magnitudes of the codes 0..7
+E2M1_TABLES = tl.constexpr((0x0F0E0D0C, 0x18141210, 0x090A0B0C, 0x00040608))
 TOP3 = tl.constexpr(1048576.0)  # 2**20: three digits, the uppermost at most 64
 
 
@@ -73,41 +75,32 @@ def _matrix_asm(elem):
         return [f"mov.b32 {r}, {value};" for r in four(name)]
 
     a, out = four("a"), []
-    if elem == "e2m1":  # twice the magnitudes by table: a selector of bit 3 gives 0
-        out.append("{ .reg .b32 t0, t1, x0, x1, a<4>, ph<4>, pl<4>, nh<4>, nl<4>;")
-        out.append(f"mov.b32 t0, {right(16)}; mov.b32 t1, {right(17)};")
-        out += zero("ph") + zero("nh") + zero("nl") + zero("pl", "0x4B400000")
-        for j in range(4):
-            for sign in ("p", "n"):
-                for row in range(2):
-                    x = f"x{row}"
-                    flip = "0x88888888" if sign == "n" else "0"
-                    out.append(f"xor.b32 {x}, {word(j, row)}, {flip};")
-                    out.append(f"prmt.b32 a{row}, t0, t1, {x};")
-                    out.append(f"shr.u32 {x}, {x}, 16;")
-                    out.append(f"prmt.b32 a{row + 2}, t0, t1, {x};")
-                for digit, place in enumerate("hl"):
-                    k = (digit * 4 + j) * 2
-                    out.append(_mma("u8", four(sign + place), a, [right(k), right(k + 1)]))
-        for i, target in enumerate(("$0", "$2", "$1", "$3")):
-            out.append(f"sub.s32 ph{i}, ph{i}, nh{i}; sub.s32 pl{i}, pl{i}, nl{i};")
-            out.append(f"mad.lo.s32 pl{i}, ph{i}, 128, pl{i};")
-            out.append(f"add.rn.f32 {target}, pl{i}, 0fCB400000;")  # - 1.5 * 2**23
-    elif elem == "int4":  # codes + 8; the lower digit's sums start at what takes the 8 away
-        out.append("{ .reg .b32 x, a<4>, h<4>, l<4>;")
+    if elem in ("e2m1", "int4"):  # biased codes; the lower digit's sums start at what takes it away
+        out.append("{ .reg .b32 x, y, z, a<4>, h<4>, l<4>;")
         out += zero("h")
         out += [f"mov.b32 l{i}, {right(16 + i % 2)};" for i in range(4)]
         for j in range(4):
             for row in range(2):
-                out.append(f"and.b32 a{row}, {word(j, row)}, 0x0F0F0F0F;")
-                out.append(f"shr.u32 x, {word(j, row)}, 4;")
-                out.append(f"and.b32 a{row + 2}, x, 0x0F0F0F0F;")
+                if elem == "int4":
+                    out.append(f"and.b32 a{row}, {word(j, row)}, 0x0F0F0F0F;")
+                    out.append(f"shr.u32 x, {word(j, row)}, 4;")
+                    out.append(f"and.b32 a{row + 2}, x, 0x0F0F0F0F;")
+                    continue
+                # by table: a selector of bit 3 gives 0, so each of two looks up its own sign
+                out.append(f"mov.b32 x, {word(j, row)};")
+                for at in (row, row + 2):
+                    out.append("xor.b32 y, x, 0x88888888;")
+                    out.append(f"prmt.b32 z, {right(18)}, {right(19)}, x;")
+                    out.append(f"prmt.b32 y, {right(20)}, {right(21)}, y;")
+                    out.append(f"or.b32 a{at}, z, y;")
+                    if at == row:
+                        out.append("shr.u32 x, x, 16;")
             for digit, name in enumerate("hl"):
                 k = (digit * 4 + j) * 2
                 out.append(_mma("u8", four(name), a, [right(k), right(k + 1)]))
         for i, target in enumerate(("$0", "$2", "$1", "$3")):
             out.append(f"mad.lo.s32 l{i}, h{i}, 128, l{i};")
-            out.append(f"add.rn.f32 {target}, l{i}, 0fCB400000;")
+            out.append(f"add.rn.f32 {target}, l{i}, 0fCB400000;")  # - 1.5 * 2**23
     elif elem == "int8":
         out.append("{ .reg .b32 d<4>;")
         out += zero("d")
@@ -129,7 +122,7 @@ def _matrix_asm(elem):
     elif elem == "e4m3":
         for i, target in enumerate(("$0", "$2", "$1", "$3")):
             out.append(f"mov.f32 {target}, d{i};")
-    extra = 2 if elem in ("e2m1", "int4") else 0
+    extra = {"e2m1": 6, "int4": 2}.get(elem, 0)
     constraints = ["=&f"] * 4 + ["r"] * (2 * (words + count + extra))
     return " ".join([*out, "}"]), ",".join(constraints)
 
@@ -173,22 +166,24 @@ def store_operand(c_ptr, x, inverse_top, ok, N: tl.constexpr, OUTPUT: tl.constex
             digit = rest - (upper << 7)
             rest = upper
             tl.store(at + (DIGITS - 1 - d) * 128, digit.to(tl.int8), mask=ok)
-        for h in tl.static_range(N // 128):
-            if ELEM == "e2m1":  # twice the magnitudes of the codes 0..7, a byte each
-                at = c_ptr + (h * 128 + 64) + tl.arange(0, 32)[None, :]
-                tl.store(at, tl.full([ROWS, 32], 0x03020100, tl.int32), mask=ok)
-                tl.store(at + 32, tl.full([ROWS, 32], 0x0C080604, tl.int32), mask=ok)
-            elif ELEM == "int4":
+        if ELEM != "int8":
+            BIAS: tl.constexpr = 12 if ELEM == "e2m1" else 8
+            for h in tl.static_range(N // 128):
                 mine = tl.where(part == h, fixed, 0)
                 planes = tl.sum(tl.reshape(mine, [ROWS, 8, N // 8]), 2)
-                at = c_ptr + (h * 128 + 64) + tl.arange(0, 8)[None, :]
-                tl.store(at, 0x4B400000 - 8 * planes, mask=ok)
+                eight = tl.arange(0, 8)[None, :]
+                start = c_ptr + (h * 128 + 64) + eight
+                tl.store(start, 0x4B400000 - BIAS * planes, mask=ok)
+                if ELEM == "e2m1":
+                    for k in tl.static_range(4):
+                        table = tl.full([ROWS, 8], E2M1_TABLES[k], tl.int32)
+                        tl.store(start + (8 + 8 * k), table, mask=ok)
 
 
 @triton.constexpr_function
 def _operands(elem):
     """Words of the right operand for 128 elements: what ``_matrix_asm`` takes."""
-    return {"e2m1": 18, "int4": 18, "e4m3": 16, "int8": 8}[elem]
+    return {"e2m1": 22, "int4": 18, "e4m3": 16, "int8": 8}[elem]
 
 
 @triton.jit
@@ -210,17 +205,17 @@ def load_operand(c_ptr, N: tl.constexpr, OUTPUT: tl.constexpr):
                 else:
                     own = (g % 2 == k % 2).to(tl.int32) * (0xFF << (8 * (g // 2)))
                 out = out + (tl.expand_dims(word & own, 0),)
-        if ELEM == "e2m1":
-            # tables from memory, a word a lane: a constant, or what it knows to be the same in all
-            # lanes, the compiler would bring back into a register for each use
-            for k in tl.static_range(2):
-                table = tl.load(base + 64 + k * 32 + g * 4 + q)
-                out = out + (tl.expand_dims(table, 0),)
-        elif ELEM == "int4":
+        if ELEM == "e2m1" or ELEM == "int4":
             for k in tl.static_range(2):
                 first = tl.load(base + 64 + k + 2 * q + g * 0)
                 out = out + (tl.expand_dims(first, 0),)
-        else:
+        if ELEM == "e2m1":
+            # tables from memory, a word a lane: a constant, or what it knows to be the same in all
+            # lanes, the compiler would bring back into a register for each use
+            for k in tl.static_range(4):
+                table = tl.load(base + 72 + k * 8 + g + q * 0)
+                out = out + (tl.expand_dims(table, 0),)
+        elif ELEM != "int4":
             for k in tl.static_range(COUNT):
                 at = base + g * (COUNT * 4) + k * 4 + q
                 word = tl.load(at, mask=g < COLUMNS, other=0)
