@@ -478,6 +478,9 @@ def terminal(run: RunRecord) -> str:
             parts.append(f"### {model.name}, {task.name}")
             parts.append(task_note(run, model.name, task))
             parts.append(task_table(run, model, task))
+            drift = drift_rows(run, model.name, task)
+            if drift[1] and (task.kind == "lm_eval" or task.metric == "ended"):
+                parts.append(markdown_table(*drift))
     parts += notes(run)
     return "\n\n".join(p for p in parts if p)
 

@@ -137,6 +137,7 @@ def test_chat_templates_change_the_prompts_of_tasks_that_ask_for_one(
         said = capsys.readouterr().out
         assert ("has no chat template, so aime25 was asked" in said) == (not more)
         assert "not a result to quote" in said
+        assert said.count("change of length % [95 %]") == 2
     prompts = [{(u.task, u.prompts) for u in r.units} for r in runs]
     assert {t for t, _ in prompts[0] & prompts[1]} == {"hendrycks_math500"}
     assert {t for t, _ in prompts[0] - prompts[1]} == {"aime25"}
