@@ -65,33 +65,31 @@ def _read_asm(elem):
 
     d = [f"d{i}" for i in range(4)]
     if four:
-        out = ["{ .reg .b16 p, q; .reg .b32 t, x, s, f<8>, o<8>, a<4>, b<4>; .reg .f32 d<4>;"]
-        for row in range(2):
-            for e in range(4):  # scales of planes e and e + 4
-                f = f"f{4 * row + e}"
-                out.append(f"prmt.b32 t, ${first + row}, ${first + 2 + row}, {(4 + e) * 16 + e};")
-                out.append(f"mov.b32 {{p, q}}, t; cvt.rn.f16x2.e4m3x2 {f}, p;")
-                if elem == "int4":  # an eighth of it, and what takes away the offset of a code
-                    offset = "0xD808D808" if e % 2 == 0 else "0xC880C880"  # -1032 / 8, -72 / 8
-                    out.append(f"mov.b32 t, {offset}; mul.rn.f16x2 o{4 * row + e}, {f}, t;")
-                    out.append(f"mov.b32 t, 0x30003000; mul.rn.f16x2 {f}, {f}, t;")
+        out = ["{ .reg .b16 p, q; .reg .b32 t, x, s, f<4>, o<4>, a<4>; .reg .f32 d<4>;"]
         out += [f"mov.f32 {r}, 0f00000000;" for r in d]
-        for j in range(4):
-            for half in range(2):
+        for half in range(2):  # planes e and e + 4 for e = 0, 1, then for e = 2, 3
+            for row in range(2):
+                for k in range(2):
+                    e, f, o = 2 * half + k, f"f{2 * row + k}", f"o{2 * row + k}"
+                    pick = (4 + e) * 16 + e
+                    out.append(f"prmt.b32 t, ${first + row}, ${first + 2 + row}, {pick};")
+                    out.append(f"mov.b32 {{p, q}}, t; cvt.rn.f16x2.e4m3x2 {f}, p;")
+                    if elem == "int4":  # an eighth of it, and what takes away a code's offset
+                        offset = "0xD808D808" if k == 0 else "0xC880C880"  # -1032 / 8, -72 / 8
+                        out.append(f"mov.b32 t, {offset}; mul.rn.f16x2 {o}, {f}, t;")
+                        out.append(f"mov.b32 t, 0x30003000; mul.rn.f16x2 {f}, {f}, t;")
+            for j in range(4):
                 for row in range(2):
                     w = word(j, row)
                     if elem == "int4" and half == 1:
                         out.append(f"shr.u32 x, {w}, 8;")
                         w = "x"
                     for k in range(2):
-                        e, a = 2 * half + k, f"a{row + 2 * k}"
-                        f, o = f"f{4 * row + e}", f"o{4 * row + e}"
+                        e, f, o = 2 * half + k, f"f{2 * row + k}", f"o{2 * row + k}"
+                        a = f"a{row + 2 * k}"
                         if elem == "int4":  # 1024 + code + 8, or 64 + code + 8
-                            mask, one = (
-                                ("0x000F000F", "0x64006400")
-                                if k == 0
-                                else ("0x00F000F0", "0x54005400")
-                            )
+                            mask = "0x000F000F" if k == 0 else "0x00F000F0"
+                            one = "0x64006400" if k == 0 else "0x54005400"
                             out.append(f"lop3.b32 t, {w}, {mask}, {one}, 0xEA;")
                             out.append(f"fma.rn.f16x2 {a}, t, {f}, {o};")
                         else:  # reads as the value times 2**-14

@@ -519,7 +519,7 @@ def verify_matrix_kernel(
         if strange:
             _verify_unit(
                 False, v, y, ring, masks, code, scale, tile, c, top, w, base, count, width,
-                v_token, y_token, HV, V, LP, ROWS, BLOCKS, OUTPUT, TREE, False, False,
+                v_token, y_token, HV, V, LP, 16, SPAN // 16, OUTPUT, TREE, False, False,
             )  # fmt: skip
 
 

@@ -508,7 +508,7 @@ def verify_matrix_kernel(
         if strange:
             _verify_unit(
                 False, x, z, y, D_ptr, ring, masks, code, scale, tile, dots, of, c, top,
-                first, base, count, width, x_token, z_token, y_token, H, R, LP, HEADS, MOST,
+                first, base, count, width, x_token, z_token, y_token, H, R, LP, HEADS, 16,
                 COPY_HEAD, COPY_SCALE_HEAD, TILES, OUTPUT, D_ROWS, HAS_Z, TREE, False, False,
             )  # fmt: skip
 
