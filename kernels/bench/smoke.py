@@ -19,6 +19,7 @@ import torch
 from ... import ops
 from ..._paths import drop_checkout
 from ...state.geometry import LayerGeometry
+from . import tune
 from .registry import DESIGNS, OPS, Problem, random_state
 
 GEOMETRIES = {
@@ -33,7 +34,8 @@ SMOKE = ("nvfp4+fp16-sr", "P4+8-sr-rot", "P8+4-sr-rot", "e4m3-sr", "fp32")
 
 
 def step(op: str, geometry: LayerGeometry, design: str, device: torch.device) -> None:
-    """Store, step and load five rows of a small pool, of which two flush."""
+    """Store, step and load five rows of a small pool, of which two flush; the step is launched as
+    for a few sequences and as for many."""
     problem = Problem(OPS[op], geometry, DESIGNS[design], 5, device=device, sets=1)
     length = problem.config.buffer_len
     slots = problem.slots[0].clone()
@@ -43,7 +45,9 @@ def step(op: str, geometry: LayerGeometry, design: str, device: torch.device) ->
     ops.store_state(problem.views, problem.config, rows, state)
     now = problem.steps("mix")[0]
     now.rows = rows
-    problem.run(now)
+    module = tune.kernels_of(problem.op.kind)
+    for batch in (5, 256):
+        tune.launcher(module, problem, module.launch_for(problem.config, batch))(now)
     rows = problem.rows(slots, [0, 4, 1, 0, 0], [False] * 5)
     if problem.op.kind == "mamba2":
         ops.mamba2_load(problem.views, problem.config, rows, problem.weights["A"])
