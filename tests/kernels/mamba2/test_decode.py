@@ -491,8 +491,10 @@ def test_a_graph_replays_with_new_data(name: str, mamba2_case) -> None:
     config = FULL_FORMATS[name]
     case = mamba2_case(geometry(8, 64, 128, 1), config, 9, dtype=torch.bfloat16)
     other = mamba2_case(geometry(8, 64, 128, 1), config, 9, dtype=torch.bfloat16, seed=5)
-    other.rows.flush[:] = torch.roll(other.rows.flush, 4)
-    other.rows.valid[0] = config.buffer_len - 2  # the window's last token would have to flush
+    for k in other.rows.__dataclass_fields__:  # other rows flush, and other slots are live
+        setattr(other.rows, k, getattr(other.rows, k).roll(4, 0))
+    weights = ("A", "D", "dt_bias")
+    other.inputs = {k: v if k in weights else v.roll(4, 0) for k, v in other.inputs.items()}
     captured = case.twin()
     captured.rows = dataclasses.replace(
         case.rows, **{k: getattr(case.rows, k).clone() for k in case.rows.__dataclass_fields__}
