@@ -1,6 +1,7 @@
 """The end-to-end benchmark of drafts without vLLM: arms, bytes, what it counts, its report."""
 
 import json
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -131,3 +132,52 @@ def test_bad_arguments_are_refused(
     with pytest.raises(SystemExit) as stopped:
         e2e_spec.main(argument)
     assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+# A stand-in for a child: says what vLLM says, then answers each line or fails.
+CHILD = """#!{python}
+import json, os, sys
+job = json.loads(sys.argv[-1])
+options = job["engine"]["additional_config"].get("replayssm_quant")
+if options:
+    print("INFO replayssm_quant: explicit settings, state X")
+print("INFO Maximum concurrency for 2,048 tokens per request: 310.22x")
+print("READY", flush=True)
+found = {{"gpu": "NVIDIA H200", "vllm": "0.33.0", "torch": "2.11", "runner": "v2", "rows": []}}
+for line in sys.stdin:
+    if options and options["update_dtype"] == "P4+8":
+        print("RuntimeError: out of memory")
+        sys.exit(1)
+    row = json.loads(line)
+    row |= {{"running": row["batch"], "steps": 50, "step_ms": 10.0, "tokens_a_step": 3.0}}
+    found["rows"].append(row | {{"tokens_per_s": row["batch"] * 300.0}})
+    open(job["out"] + ".x", "w").write(json.dumps(found))
+    os.replace(job["out"] + ".x", job["out"])
+"""
+
+
+def test_engines_are_driven_through_all_points(tmp_path: Path) -> None:
+    python = tmp_path / "child"
+    python.write_text(CHILD.format(python=sys.executable))
+    python.chmod(0o755)
+    out = tmp_path / "out.json"
+    arguments = ["--python", str(python), "--out", str(out), "--batches", "8:80,2:90"]
+    arguments += ["--arms", "vllm,fp32,P4+8", "--parallel", "2", "--seconds", "60", "--drafts", "3"]
+    assert e2e_spec.main(arguments) == 0
+    rows = json.loads(out.read_text())
+    good = [r for r in rows if "error" not in r]
+    assert [(r["arm"], r["batch"]) for r in good] == [
+        ("vllm", 8),
+        ("vllm", 2),
+        ("fp32", 8),
+        ("fp32", 2),
+    ]
+    assert {(r["arm"], r["state"]) for r in good} == {
+        ("vllm", "plain vLLM"),
+        ("fp32", "explicit settings, state X"),
+    }
+    first = good[0]
+    assert (first["op"], first["drafts"], first["accepted"]) == (e2e_spec.OP, 3, 3.0)
+    assert (first["max_concurrency"], first["concurrency_tokens"]) == (310.22, 2048)
+    (bad,) = (r for r in rows if "error" in r)
+    assert bad["arm"] == "P4+8" and "out of memory" in bad["error"]
