@@ -227,6 +227,21 @@ def integer_codes(views: StateViews, config: StateConfig, slots: torch.Tensor) -
     return code
 
 
+def same_scales(
+    ours: StateViews, exact: StateViews, config: StateConfig, slots: torch.Tensor, shape: torch.Size
+) -> torch.Tensor:
+    """Where both states have the same stored scale, of ``shape``.
+
+    An e4m3 or e8m0 scale next to a step is rounded the other way by an error of the last bit, and
+    takes the codes of its whole block along.
+    """
+    if config.update.scale.granularity != "block":
+        return torch.ones(shape, dtype=torch.bool, device=slots.device)
+    assert ours.ckpt_scale is not None and exact.ckpt_scale is not None
+    equal = ours.ckpt_scale[slots] == exact.ckpt_scale[slots]
+    return equal.repeat_interleave(shape[-1] // equal.shape[-1], -1)
+
+
 def remade_copy(case: Mamba2Case, slots: torch.Tensor) -> torch.Tensor:
     """The copy that the stored checkpoint asks for, decoded: it is a function of the checkpoint."""
     config, checkpoint = case.config, read_checkpoint(case.views, case.config, slots)
@@ -273,10 +288,13 @@ def check_step(case: Mamba2Case, bounds: Bounds) -> None:
         if case.config.update.rounds:
             a = integer_codes(ours.views, case.config, flushed)
             b = integer_codes(exact.views, case.config, flushed)
-            assert int((a != b).sum()) <= max(2, bounds.flips * a.numel())
+            same = same_scales(ours.views, exact.views, case.config, flushed, a.shape)
+            assert int((~same).sum()) <= max(64, 1e-3 * a.numel())
+            assert int(((a != b) & same).sum()) <= max(2, bounds.flips * a.numel())
             # a float next to zero has steps below the error of fp32 sums
             slack = 1e-6 * expected.square().mean(-1, keepdim=True).sqrt()
-            assert (((a - b).abs() <= 1) | ((stored - expected).abs() <= slack)).all()
+            close = ((a - b).abs() <= 1) | ((stored - expected).abs() <= slack)
+            assert (close | ~same).all()
         assert torch.isfinite(stored).all()
         assert relative_rms(stored, expected) <= bounds.state
         assert torch.equal(read_copy(ours.views, case.config, flushed), remade_copy(ours, flushed))
