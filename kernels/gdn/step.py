@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from ..common.hadamard import rotate_rows
-from ..common.launch import dependents_may_start, wait_for_previous
 from ..common.matrix import fetch_block, load_operand, load_weights
 from ..common.readout import load_stored
 from .decode import answer_block
@@ -49,16 +48,13 @@ def step_kernel(
     COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
     UPDATE: tl.constexpr, OUTPUT: tl.constexpr, HAS_COPY: tl.constexpr,
     SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
-    MATRIX: tl.constexpr, ROTATE: tl.constexpr, DOT: tl.constexpr, EARLY: tl.constexpr,
+    MATRIX: tl.constexpr, ROTATE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """A unit (ROWS rows, value head, sequence): read and append, or fold and store, or zeros.
 
-    ROWS a multiple of 16; LP and LPR: the window padded for products and for reads. EARLY: the
-    launch before may still be running, and the next may start.
+    ROWS a multiple of 16; LP and LPR: the window padded for products and for reads. Starting before
+    the launch before has ended gained nothing.
     """
-    if EARLY:
-        dependents_may_start()
-        wait_for_previous()
     unit = tl.program_id(0)
     PARTS: tl.constexpr = (V + ROWS - 1) // ROWS
     i_t, i_h, i_b = unit % PARTS, unit // PARTS % HV, (unit // (PARTS * HV)).to(tl.int64)

@@ -219,9 +219,9 @@ def _run(
             KP=padded, WP=padded // 8, PER=per_key, GW=gate_width, LP=window,
             LPR=max(4, triton.next_power_of_2(length)), ROWS=block, WARPS=warps,
             RAW_GATES=A_log is not None, NEGATIVE=negative, L2NORM=l2norm, EPS=NORM_EPS,
-            MATRIX=matrix, ROTATE=config.rotate, DOT=dot, EARLY=start,
+            MATRIX=matrix, ROTATE=config.rotate, DOT=dot,
             num_warps=warps, num_stages=1, **ring, **size, **planes, **plane_sizes,
-            **rounding, **early(start),
+            **rounding,
         )  # fmt: skip
         return
     prepare_kernel[(batch + 1, hk)](

@@ -12,7 +12,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.launch import dependents_may_start, wait_for_previous
 from ..common.matrix import fetch_block, load_operand
 from ..common.readout import load_stored
 from .decode import answer_block, ask_weights
@@ -46,15 +45,11 @@ def step_kernel(
     SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
     MATRIX: tl.constexpr, ROTATE: tl.constexpr, BLOCK: tl.constexpr,
     SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, D_ROWS: tl.constexpr, HAS_Z: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     """A unit (ROWS rows, head, row of the batch): read and append, or fold and store, or zeros.
 
-    ROWS a multiple of 16. EARLY: the launch before may still be running, and the next may start.
+    ROWS a multiple of 16. Starting before the launch before has ended gained nothing.
     """
-    if EARLY:
-        dependents_may_start()
-        wait_for_previous()
     unit = tl.program_id(0)
     PARTS: tl.constexpr = (R + ROWS - 1) // ROWS
     i_t, i_h, i_b = unit % PARTS, unit // PARTS % H, (unit // (PARTS * H)).to(tl.int64)

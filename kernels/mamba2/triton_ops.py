@@ -210,9 +210,8 @@ def _run(
             H=heads, G=groups, R=p, N=n, NP=padded, WP=wp, LP=lp, LPW=window, ROWS=block,
             TERMS=terms, LEFT=left, WARPS=warps, MATRIX=matrix, ROTATE=config.rotate,
             BLOCK=block_of(n), SOFTPLUS=dt_softplus, HAS_BIAS=dt_bias is not None,
-            D_ROWS=0 if D is None else D.ndim, HAS_Z=z is not None, EARLY=start,
+            D_ROWS=0 if D is None else D.ndim, HAS_Z=z is not None,
             num_warps=warps, num_stages=1, **planes, **sizes, **rounding_sizes(config),
-            **early(start),
         )  # fmt: skip
         return
 
