@@ -98,8 +98,11 @@ def _codes_asm(parity, convert):
 
 
 @triton.jit
-def store_halves(values, random, pair, column, code_ptr):
-    """Round and store a tile in fp16; the stored words, as ``encode_halves`` wants them."""
+def store_halves(values, random, pair, column, code_ptr, LOADED: tl.constexpr):
+    """Round and store a tile in fp16; the stored words, as ``encode_halves`` wants them.
+
+    Unless LOADED (``store.encode_state``) they are read back, which shares them out as it wants.
+    """
     out = ()
     for p in tl.static_range(2):
         for m in tl.static_range(4):
@@ -108,6 +111,13 @@ def store_halves(values, random, pair, column, code_ptr):
             at = (2 * pair + p)[:, None] * 64 + m * 16 + column[None, :]
             tl.store(code_ptr + at, word)
             out = out + (word,)
+    if not LOADED:
+        again = ()
+        for p in tl.static_range(2):
+            for m in tl.static_range(4):
+                at = (2 * pair + p)[:, None] * 64 + m * 16 + column[None, :]
+                again = again + (tl.load(code_ptr + at),)
+        out = again
     return out
 
 

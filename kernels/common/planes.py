@@ -949,13 +949,15 @@ def encode_tile(
     R: tl.constexpr,
     N: tl.constexpr,
     BACK: tl.constexpr,
+    LOADED: tl.constexpr,
 ):
     """Encode a tile and store it; returns the decoded values if BACK (the copy is made from them).
 
     values: sixteen fp32 [8, W]; words: random words or an empty tuple; pair int32 [8] row pairs of
     the head, row_ok two masks [8] (even and odd rows), column int32 [W], column_ok [W]. Pointers
     are at this head: code and low int32, scale typed as stored, tile fp32. FORMAT is the tuple of
-    ``spec.kernel_format``. The codes of a group whose scale is NaN mean nothing.
+    ``spec.kernel_format``, LOADED as in ``store.encode_state``. The codes of a group whose scale is
+    NaN mean nothing.
     """
     ELEM: tl.constexpr = FORMAT[0]
     LOW: tl.constexpr = FORMAT[1]
@@ -976,7 +978,8 @@ def encode_tile(
     CLAMP: tl.constexpr = (SCALE == "e4m3" and not UP) or (SR and BITS == 16)
     HALVES: tl.constexpr = ELEM == "fp16" and SR and BITS == 8 and PTX and not SCALED
     BYTES: tl.constexpr = WIDTH == 8 and not INTEGER and SR and BITS == 8 and SCALED and PTX
-    SHARED: tl.constexpr = INTEGER and not BACK and shares_blocks(FORMAT, R, N, column.shape[0])
+    MAY_SHARE: tl.constexpr = INTEGER and not BACK and LOADED
+    SHARED: tl.constexpr = MAY_SHARE and shares_blocks(FORMAT, R, N, column.shape[0])
     tile = 0.0
     tile_inverse = 0.0
     amaxes = ()

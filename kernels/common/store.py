@@ -42,9 +42,12 @@ def encode_state(
     ROUNDS: tl.constexpr,
     R: tl.constexpr,
     N: tl.constexpr,
+    LOADED: tl.constexpr,
 ):
     """A tile into the checkpoint, then what it decodes to into the copy; pointers at the head.
 
+    LOADED: lanes own what they own of a loaded tile. After products the compiler may have shared
+    out values otherwise; then no instruction may count on it.
     following: () or (pair, row_ok, code, low and scale pointers) of a tile of the same format, of
     which ``fetch_tile`` is returned; its loads run meanwhile, from where registers are free.
     """
@@ -56,19 +59,20 @@ def encode_state(
     WIDTH: tl.constexpr = column.shape[0]
     HALVES: tl.constexpr = HAS_COPY and takes_halves(UPDATE, OUTPUT, R, N, WIDTH, SR, BITS)
     if HALVES:
-        stored = store_halves(values, random, pair, column, code_ptr)
+        stored = store_halves(values, random, pair, column, code_ptr, LOADED)
         fetched = fetch_following(following, column, column_ok, UPDATE, R, N)
         encode_halves(stored, pair, column, copy_ptr, copy_scale_ptr, copy_tile_ptr)
     else:
         back = encode_tile(
             values, random, pair, column, row_ok, column_ok,
-            code_ptr, low_ptr, scale_ptr, tile_ptr, UPDATE, SR, BITS, R, N, HAS_COPY,
+            code_ptr, low_ptr, scale_ptr, tile_ptr, UPDATE, SR, BITS, R, N, HAS_COPY, LOADED,
         )  # fmt: skip
         fetched = fetch_following(following, column, column_ok, UPDATE, R, N)
     if HAS_COPY and not HALVES:
         encode_tile(
             back, (), pair, column, row_ok, column_ok,
             copy_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr, OUTPUT, False, BITS, R, N, False,
+            LOADED,
         )  # fmt: skip
     return fetched
 
@@ -127,7 +131,7 @@ def _store_kernel(
         copy_ptr + slot * copy_stride + i_h * COPY_HEAD,
         copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD,
         copy_tile_ptr + slot * copy_tile_stride + i_h * TILES, (),
-        UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, R, N,
+        UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, R, N, True,
     )  # fmt: skip
 
 

@@ -314,7 +314,7 @@ def _fold_tile(
         copy_ptr + slot * copy_stride + i_h * COPY_HEAD,
         copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD,
         copy_tile_ptr + slot * copy_tile_stride + i_h * TILES, following,
-        UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, V, K,
+        UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, V, K, False,
     )  # fmt: skip
 
 

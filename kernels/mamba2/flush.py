@@ -244,7 +244,7 @@ def fold_tile(
         values, key, position, layer,
         i_h + head_offset, pair, column, row_ok, column_ok, code, low, scales, tiles,
         copy, copy_scale, copy_tile, following,
-        UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, R, N,
+        UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, R, N, in_fragments(WP, WARPS),
     )  # fmt: skip
 
 
