@@ -284,7 +284,8 @@ class LaunchConfig:
     ahead: 1 to load the next block while one is worked on; registers: of a thread, at most.
     solve: 1 to push queries back through a window by one small system, 0 token by token (GDN).
     beside: 1 to fold, and then read, the rows that flush on a stream beside the others. flush:
-    programs that flush for each multiprocessor (Mamba-2).
+    programs that flush for each multiprocessor; flush_registers: of one, at most (windows of more
+    than 16 tokens need more than a plain step's).
     """
 
     rows: int = 64
@@ -295,7 +296,8 @@ class LaunchConfig:
     registers: int = 128
     solve: int = 1
     beside: int = 0
-    flush: int = 16
+    flush: int = 12
+    flush_registers: int = 168
 
 
 @lru_cache(maxsize=32)

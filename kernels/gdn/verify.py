@@ -9,6 +9,8 @@ depends on its row alone.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import triton
 import triton.language as tl
@@ -73,6 +75,7 @@ from ..common.verify_matrix import (
 from .reference import NORM_EPS
 from .triton_ops import _ring_arguments, _sizes, decode_packed, decode_step
 from .triton_ops import _run as step
+from .triton_ops import launch_for as step_launch
 from .verify_reference import check_verify
 
 
@@ -541,6 +544,7 @@ def fold_committed(
     l2norm: bool = True,
     layer: int = 0,
     head_offset: int = 0,
+    launch: LaunchConfig = LaunchConfig(),
 ) -> None:
     """Fold the committed inputs of the rows that flush, with a token that changes nothing.
 
@@ -556,9 +560,12 @@ def fold_committed(
     k, v = zeros(size["HK"], size["K"]), zeros(size["HV"], size["V"])
     g = zeros(*views.ring_g.shape[2:], dtype=torch.float32)
     beta = zeros(size["HV"], dtype=torch.float32)
+    folding = dataclasses.replace(
+        step_launch(config, batch), flush=launch.flush, flush_registers=launch.flush_registers
+    )
     step(
         y, views, config, rows.folding(), k, k, v, g, beta, None, None, 1.0, l2norm, False,
-        layer, head_offset, readout=False,
+        layer, head_offset, folding, readout=False,
     )  # fmt: skip
 
 
@@ -647,7 +654,7 @@ def _run(
             )  # fmt: skip
 
     def fold() -> None:
-        fold_committed(views, config, rows, y[:, 0], l2norm=l2norm, **where)
+        fold_committed(views, config, rows, y[:, 0], l2norm=l2norm, launch=chosen, **where)
 
     fold_and_read(fold, read, bool(chosen.beside), device)
     return y

@@ -76,7 +76,7 @@ from ..common.verify_matrix import (
     zero_outputs,
     zero_queries,
 )
-from .flush import FLUSH_PROGRAMS_PER_SM, flush_rows
+from .flush import flush_rows
 from .triton_ops import decode_step
 from .verify_reference import check_verify
 
@@ -531,12 +531,11 @@ def fold_committed(
     *,
     layer: int = 0,
     head_offset: int = 0,
-    flush: int = FLUSH_PROGRAMS_PER_SM,
+    launch: LaunchConfig = LaunchConfig(),
 ) -> None:
     """Fold the committed inputs of the rows that flush, with a token that adds nothing.
 
-    dt is 0 for it, so it neither decays nor writes. y [b, H, P] takes what it would read. flush:
-    programs for each multiprocessor.
+    dt is 0 for it, so it neither decays nor writes. y [b, H, P] takes what it would read.
     """
     assert views.ring_x is not None and views.ring_B is not None
     ring, batch = views.ring_x, rows.slots.shape[0]
@@ -549,7 +548,8 @@ def fold_committed(
     due = StepRows(rows.slots, rows.valid, rows.flush, rows.position, rows.key)
     flush_rows(
         views, config, due, x, dt, A, B, B, y, D=None, z=None, dt_bias=None, dt_softplus=False,
-        layer=layer, head_offset=head_offset, per_multiprocessor=flush,
+        layer=layer, head_offset=head_offset, per_multiprocessor=launch.flush,
+        registers=launch.flush_registers,
     )  # fmt: skip
 
 
@@ -592,7 +592,7 @@ def verify_step(
     chosen = launch or launch_for(batch)
 
     def fold() -> None:
-        fold_committed(views, config, rows, A, y[:, 0], flush=chosen.flush, **where)
+        fold_committed(views, config, rows, A, y[:, 0], launch=chosen, **where)
 
     if width == 1:
         fold()  # y is overwritten below
