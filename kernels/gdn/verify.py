@@ -544,7 +544,7 @@ def fold_committed(
     l2norm: bool = True,
     layer: int = 0,
     head_offset: int = 0,
-    launch: LaunchConfig = LaunchConfig(),
+    launch: LaunchConfig,
 ) -> None:
     """Fold the committed inputs of the rows that flush, with a token that changes nothing.
 
@@ -688,7 +688,10 @@ def verify_step(
     where = {"layer": layer, "head_offset": head_offset}
     y = output_of(v, out)
     if q.shape[1] == 1 and q.shape[0]:
-        fold_committed(views, config, rows, y[:, 0], l2norm=l2norm, **where)
+        fold_committed(
+            views, config, rows, y[:, 0], launch=launch or launch_for(q.shape[0]), l2norm=l2norm,
+            **where,
+        )  # fmt: skip
         one = tuple(t[:, 0] for t in (q, k, v, g, beta))
         options = {"scale": scale, "l2norm": l2norm, "out": y[:, 0]}
         decode_step(views, config, rows.plain(), *one, **options, **where)
@@ -737,7 +740,10 @@ def verify_packed(
     where = {"layer": layer, "head_offset": head_offset}
     y = output_of(v, out)
     if q.shape[1] == 1 and q.shape[0]:
-        fold_committed(views, config, rows, y[:, 0], l2norm=l2norm, **where)
+        fold_committed(
+            views, config, rows, y[:, 0], launch=launch or launch_for(q.shape[0]), l2norm=l2norm,
+            **where,
+        )  # fmt: skip
         decode_packed(
             views, config, rows.plain(), mixed_qkv[:, 0], a[:, 0], b[:, 0], A_log, dt_bias,
             scale=scale, l2norm=l2norm, allow_neg_eigval=allow_neg_eigval, out=y[:, 0], **where,

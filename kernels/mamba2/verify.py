@@ -531,7 +531,7 @@ def fold_committed(
     *,
     layer: int = 0,
     head_offset: int = 0,
-    launch: LaunchConfig = LaunchConfig(),
+    launch: LaunchConfig,
 ) -> None:
     """Fold the committed inputs of the rows that flush, with a token that adds nothing.
 
