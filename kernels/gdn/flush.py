@@ -30,6 +30,7 @@ from ..common.planes import (
     fetch_tile_scale,
     fetched_scales,
     reciprocal,
+    rounded_product,
 )
 from ..common.store import encode_state
 from .prepare import halves
@@ -238,7 +239,8 @@ def _fold_dot(
         change = tl.dot(update, key)
         change = tl.dot(update_low, key, change)
         change = tl.dot(update, _key_plane(low, i, WP, LP), change)
-        even, odd = unstack_rows(change * largest, WP, WARPS)
+        # rounded apart, so that every kernel fuses the same product with the sum
+        even, odd = unstack_rows(rounded_product(change, largest), WP, WARPS)
         evens = evens + (values[i] * even_total + even,)
         odds = odds + (values[8 + i] * odd_total + odd,)
     return evens + odds

@@ -22,7 +22,7 @@ from ..common.activation import softplus
 from ..common.fold import list_flushes, plane_order, thread_order
 from ..common.hadamard import rotate_rows
 from ..common.launch import dependents_may_start
-from ..common.planes import PTX
+from ..common.planes import PTX, rounded_product
 from ..common.readout import store_vector
 
 
@@ -76,11 +76,12 @@ def _solve(gram, g, beta, used, w_high, w_low, until, total, LP: tl.constexpr):
     inverse = tl.where(i > j, -gram * tl.exp(gap) * beta[:, None], 0.0)
     for step in range(1, used):  # row by row: row_i of the inverse from the rows above it
         row = tl.sum(tl.where(i == step, inverse, 0.0), 0, keep_dims=True)
-        row += tl.sum(tl.trans(row) * inverse, 0, keep_dims=True)
+        # rounded apart: of two products and a sum each kernel would fuse another one
+        row += tl.sum(rounded_product(tl.trans(row), inverse), 0, keep_dims=True)
         inverse = tl.where(i == step, row, inverse)
     inverse += tl.where(i == j, 1.0, 0.0)
     since = tl.exp((end - cum).to(tl.float32))
-    high, low = halves(inverse * since[:, None] * beta[None, :])
+    high, low = halves(rounded_product(inverse * since[:, None], beta[None, :]))
     tl.store(w_high + i * LP + j, high)
     tl.store(w_low + i * LP + j, low)
     tl.store(until + tl.arange(0, LP), tl.exp(cum.to(tl.float32)))
@@ -194,7 +195,7 @@ def activate(
     rk = tl.full([1, 1], 1.0, tl.float32)
     if L2NORM:
         wide = k.to(tl.float32)
-        rk = tl.rsqrt(tl.sum(wide * wide, 1, keep_dims=True) + EPS)
+        rk = tl.rsqrt(tl.sum(rounded_product(wide, wide), 1, keep_dims=True) + EPS)
         q = q * tl.rsqrt(tl.sum(q * q, 1, keep_dims=True) + EPS)
     return q * scale, k, rk, g, beta
 
