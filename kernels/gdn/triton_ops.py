@@ -75,7 +75,8 @@ LAUNCH: dict[int, tuple[tuple[int, LaunchConfig], ...]] = {
 
 4 and 8 bits from batch 32 on: the fastest of twelve in the mix at batch 256 for nvfp4 + fp16 and
 P8+4 (NVIDIA H200, triton 3.6.0, 32 heads of 128 x 128, commit 5593cff; beside 103 and 107 us, after
-the reads 106 and 112 us). 16 and 32 bits are not tuned.
+the reads 106 and 112 us). 16 and 32 bits are not tuned; steps in one launch are taken over from
+Mamba-2.
 """
 
 
