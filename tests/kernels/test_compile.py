@@ -25,6 +25,7 @@ from replayssm_quant.config import StateConfig
 from replayssm_quant.kernels import common, gdn, mamba2
 from replayssm_quant.kernels.bench.inspect_sass import compile_only, disassemble
 from replayssm_quant.kernels.bench.registry import OPS, Problem, call, random_state
+from replayssm_quant.kernels.bench.tune import kernels_of, launcher
 from replayssm_quant.state.cache import StatePool
 from replayssm_quant.state.geometry import LayerGeometry
 
@@ -47,8 +48,10 @@ cases = {
 for op, geometry, config in cases:
     problem = Problem(op, geometry, config, 2, device=torch.device("cpu"), sets=1)
     step = problem.steps("mix")[0]
+    module = kernels_of(op.kind)
     with compile_only(arch) as launches:
-        problem.run(step, "triton")
+        for batch in (2, 256):  # few sequences take another launch
+            launcher(module, problem, module.launch_for(config, batch))(step)
         state = random_state(geometry, 2, 0, torch.device("cpu"))
         ops.store_state(problem.views, config, step.rows, state, impl="triton")
         if op.kind == "mamba2":
