@@ -72,8 +72,8 @@ LAUNCH: dict[int, tuple[tuple[int, LaunchConfig], ...]] = {
 4 bits from batch 32 on: within 1 % of the fastest of 18 in the mix at batch 256, nvfp4 + fp16 and
 P4+8 (NVIDIA H200, triton 3.6.0, Super geometry, commit 5593cff; beside 123 and 129 us, after the
 reads 129 and 130 us). Others are taken over from 4 bits, not tuned themselves. Batch 1: the fastest
-in the mix for nvfp4 + fp16 (same GPU and geometry, commit 398d0d1: 4.7 us with 16 rows, 4.9 with 32,
-5.8 with 64, 8.8 in four launches). Between: from 8 sequences on 32 rows, not tuned.
+in the mix for nvfp4 + fp16 (same GPU and geometry, commit 398d0d1: 4.7 us with 16 rows, 4.9 with
+32, 5.8 with 64, 8.8 in four launches). From 8 sequences on 32 rows, not tuned.
 """
 
 
