@@ -211,7 +211,9 @@ def _fold_dot(
     elif OPERAND == "split":
         even_top = _largest(values, 0)
         odd_top = _largest(values, 1)
-        top = stack_tile(even_top, odd_top, 1)
+        # not by ``stack_tile``: products would then take the layout of that, a row a lane
+        both = tl.join(tl.sum(even_top, 1), tl.sum(odd_top, 1))
+        top = tl.reshape(tl.permute(both, (1, 0)), (2 * PAIRS,))[:, None]
         even_scale = _inverse(even_top)
         odd_scale = _inverse(odd_top)
     read = _read_keys(values, even_scale, odd_scale, natural, natural_low, WP, LP, OPERAND)
