@@ -101,9 +101,10 @@ def thread_order(n, W: tl.constexpr, WP: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.constexpr_function
-def in_fragments(wp, warps):
-    """True if windows are kept as ``mma.sync`` wants them: one warp, planes of sixteen columns."""
-    return PTX.value and wp == 16 and warps == 1
+def in_fragments(width, warps):
+    """True if windows are kept as ``mma.sync`` wants them: one warp, planes of sixteen columns (not
+    fewer that are padded)."""
+    return PTX.value and width == 16 and warps == 1
 
 
 @triton.jit

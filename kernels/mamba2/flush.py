@@ -158,7 +158,7 @@ def store_terms(
     if PTX:
         terms = bf16_terms(B, TERMS)
         for k in tl.static_range(TERMS):
-            if in_fragments(WP, WARPS):
+            if in_fragments(N // 8, WARPS):
                 store_fragments(window + k * (LP * 8 * WP), terms[k], n)
             else:
                 tl.store(at + k * (LP * 8 * WP), terms[k])
@@ -209,7 +209,7 @@ def fold_tile(
     pair = tl.arange(0, PAIRS) + i_t * PAIRS
     row_ok = (2 * pair < R, 2 * pair + 1 < R)
     values = decode_words(words, tile, pair, column, row_ok, column_ok, UPDATE, R, N)
-    if in_fragments(WP, WARPS):
+    if in_fragments(N // 8, WARPS):
         lefts = ()
         for k in tl.static_range(LP // 16):
             first, second = weighted_pairs(
@@ -244,7 +244,7 @@ def fold_tile(
         values, key, position, layer,
         i_h + head_offset, pair, column, row_ok, column_ok, code, low, scales, tiles,
         copy, copy_scale, copy_tile, following,
-        UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, R, N, in_fragments(WP, WARPS),
+        UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, R, N, in_fragments(N // 8, WARPS),
     )  # fmt: skip
 
 
