@@ -277,8 +277,8 @@ for kind, size, update, output, dtype, changes in json.loads(sys.argv[1]):
         text = kernel.asm["ttgir"]
         layouts = dict(re.findall(r"^(#[a-z0-9]+) = (#ttg.*)$", text, re.M))
         for line in text.splitlines():
-            if "elementwise_inline_asm" not in line or "tensor<8x16xf16" in line:
-                continue  # the latter is a product of the fold
+            if "elementwise_inline_asm" not in line or "tensor<8x16x" in line:
+                continue  # the latter is of a fold's tile
             kind = "sum" if "shfl" in line else "product" if "mma.sync" in line else ""
             kind = "rotation" if "fma.rn.f32 $0, $0, f, v" in line else kind
             if kind:
