@@ -40,14 +40,25 @@ FOLD_MOST = 1.25
 """An exact fold of Gated DeltaNet costs at most this many times one with the leak."""
 
 
-def latest(folder: Path) -> list[Path]:
-    """The newest result file of each (operation, GPU) in a folder, by the date in its name."""
-    found: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.json")):
-        stem = path.stem
-        if any(stem.startswith(f"{op}-") for op in OPS):
-            found[stem[: -len("-2000-01-01")]] = path  # sorted: a later date replaces
-    return [found[k] for k in sorted(found)]
+def current(folder: Path) -> dict[str, list[Row]]:
+    """Rows of each (operation, GPU) in a folder, by the stem of its files without the date.
+
+    Of a geometry and batch that several files have, the rows of the newest file (by the date in its
+    name) count; they come first.
+    """
+    found: dict[str, list[Row]] = {}
+    for path in sorted(folder.glob("*.json"), reverse=True):  # a later date first
+        stem = path.stem[: -len("-2000-01-01")]
+        if any(path.stem.startswith(f"{op}-") for op in OPS):
+            rows = found.setdefault(stem, [])
+            known = {_point(row) for row in rows}
+            new = json.loads(path.read_text(encoding="utf-8"))
+            rows += [row for row in new if _point(row) not in known]
+    return {stem: found[stem] for stem in sorted(found)}
+
+
+def _point(row: Row) -> tuple[str, int]:
+    return row["geometry"], row["batch"]
 
 
 def _write(path: Path, text: str) -> Path:
@@ -178,15 +189,20 @@ def section(rows: list[Row], plot: str | None, all_rows: list[Row] | None = None
     """Markdown lines of one result file; ``all_rows``: those of every file."""
     first = rows[0]
     op = OPS[first["op"]]
-    commit = str(first["commit"] or "unknown")[:12] + (" (modified)" if first["dirty"] else "")
-    lines = [
-        f"## {op.name} on {first['gpu']}",
-        "",
-        f"{first['date']}, commit {commit}, torch {first['torch']}, triton {first['triton']}, "
-        f"vLLM {first['vllm'] or '–'}; device-to-device copy {first['copy_gbps']:.0f} GB/s, bytes "
-        f"read and written; L = {first['buffer_len']}.",
-        "",
-    ]
+    lines = [f"## {op.name} on {first['gpu']}", ""]
+    runs: dict[str, list[str]] = {}
+    for row in rows:
+        commit = str(row["commit"] or "unknown")[:12] + (" (modified)" if row["dirty"] else "")
+        text = (
+            f"{row['date']}, commit {commit}, torch {row['torch']}, triton {row['triton']}, "
+            f"vLLM {row['vllm'] or '–'}; device-to-device copy {row['copy_gbps']:.0f} GB/s, bytes "
+            f"read and written; L = {row['buffer_len']}"
+        )
+        points = runs.setdefault(text, [])
+        point = f"{row['geometry']} at {row['batch']}"
+        points += [] if point in points else [point]
+    for text, points in runs.items():
+        lines += [f"{text}." if len(runs) == 1 else f"{', '.join(points)}: {text}.", ""]
     targets = target_rows(rows) + fold_rows(rows, all_rows or rows)
     if targets:
         lines += _table([f"target, batch {HEADLINE_BATCH}", "at least", "reached", "met"], targets)
@@ -226,7 +242,7 @@ def roofline(rows: list[Row], path: Path) -> Path:
         geometry = first["geometry"]
     batch = HEADLINE_BATCH if HEADLINE_BATCH in batches else max(batches)
     elements = op.geometry(geometry).elements * batch
-    here = [r for r in rows if r["geometry"] == geometry and r["batch"] == batch]
+    here = [r for r in rows if _point(r) == (geometry, batch)]
     fig, ax = plt.subplots(figsize=(8, 5.4))
     low, high = 0.08, 3.0
     copy = first["copy_gbps"]
@@ -296,15 +312,14 @@ def write(folder: Path, target: Path | None = None) -> list[Path]:
 
     Raises ValueError where there is no result file.
     """
-    files = latest(folder)
-    if not files:
+    found = current(folder)
+    if not found:
         raise ValueError(f"no result file in {folder}; run the benchmark on a GPU first")
     target = target or folder.parent
     lines, written = [], []
-    found = {path: json.loads(path.read_text(encoding="utf-8")) for path in files}
     all_rows = [row for rows in found.values() for row in rows]
-    for path, rows in found.items():
-        svg = target / f"roofline-{path.stem[: -len('-2000-01-01')]}.svg"
+    for stem, rows in found.items():
+        svg = target / f"roofline-{stem}.svg"
         written.append(roofline(rows, svg))
         lines += section(rows, svg.name, all_rows)
     lines += verify.report(folder)

@@ -61,9 +61,13 @@ def test_targets_are_judged_by_the_rows() -> None:
     ]
 
 
-def test_report_reads_the_newest_file_of_each_operation(tmp_path: Path) -> None:
+def test_report_reads_the_newest_rows_of_each_point(tmp_path: Path) -> None:
     folder = tmp_path / "results"
-    run.write_json(folder / "mamba2_decode-h200-2026-01-01.json", [row("fp32", "mix", 999.0)])
+    old = [
+        row("fp32", "mix", 999.0, commit="old"),
+        row("fp32", "mix", 6.25, batch=8, commit="old", ratio_native_fp32=1.37),
+    ]
+    run.write_json(folder / "mamba2_decode-h200-2026-01-01.json", old)
     run.write_json(folder / "mamba2_decode-h200-2026-02-01.json", ROWS)
     gdn = [
         row(r["design"], r["phase"], r["time_us"], op="gdn_decode", geometry="qwen3.5-4b")
@@ -77,6 +81,9 @@ def test_report_reads_the_newest_file_of_each_operation(tmp_path: Path) -> None:
         "RESULTS.md", "roofline-gdn_decode-h200.svg", "roofline-mamba2_decode-h200.svg",
     ]  # fmt: skip
     assert "999" not in text
+    assert "super at 8: 2026-01-01, commit old, torch" in text
+    assert "super at 256: 2026-01-01, commit 0123456789ab, torch" in text
+    assert "| fp32 | – | 1.37 |" in text
     assert (
         "| nvfp4+fp16-sr | 60.0 | 0.81 | 500.0 | 0.60 | 80.0 | 0.70 | 7.00 | 3.50 | 4.06 |" in text
     )
@@ -111,7 +118,7 @@ def test_committed_results_hold_what_a_row_must() -> None:
         "ratio_native_fp32", "ratio_native_fp16", "ratio_upstream_replay_fp32", "gpu", "commit",
         "torch", "triton", "date",
     }  # fmt: skip
-    for path in report.latest(run.RESULTS) if run.RESULTS.is_dir() else ():
+    for path in sorted(run.RESULTS.glob("*_decode-*.json")) if run.RESULTS.is_dir() else ():
         for r in json.loads(path.read_text()):
             assert needed <= set(r), path.name
             assert path.name.startswith(f"{r['op']}-{run.gpu_slug(r['gpu'])}-")
