@@ -825,7 +825,7 @@ def shares_blocks(fmt, rows, n, width):
     4 g + q holds columns 4 q .. 4 q + 3 of row pair g. Its blocks are numbers 4 q .. 4 q + 3, where
     p * 8 + i is plane i of the row of parity p.
     """
-    blocks = fmt[3:6] == ("block", 16, "e4m3")
+    blocks = fmt[3] == "block" and fmt[4] == 16 and fmt[5] == "e4m3"  # no slice of a tuple here
     return PTX.value and blocks and n == 128 and width == 16 and rows % 16 == 0
 
 
@@ -878,7 +878,7 @@ def _shared_scales_asm(up):
 @triton.jit
 def shared_scales(amax, pair, scale_ptr, tile_ptr, MAX_CODE: tl.constexpr, UP: tl.constexpr):
     """Store the scales of blocks from their largest magnitudes; the inverses, fp32 [8, 16]."""
-    tile_amax = as_float(tl.max(tl.ravel(as_bits(amax), can_reorder=True), 0))
+    tile_amax = as_float(tl.max(as_bits(amax)))
     tile = floored_scale(divide(tile_amax, MAX_CODE * 448.0, 1.0 / (MAX_CODE * 448.0)))
     tile_inverse = reciprocal(tl.where(tile > 0, tile, 1.0))
     tl.store(tile_ptr + tl.min(pair, 0) // PAIRS, tile)
