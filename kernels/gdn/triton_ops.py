@@ -51,6 +51,9 @@ class LaunchConfig:
 
     single: 1 to do all of that in one launch whose programs serve ``rows`` rows of a head each,
     whether they read or flush, and prepare for themselves; of the others only dot_from counts then.
+    No table takes it: an H200 (commit e223934, nvfp4 + fp16, P4+8 and P8+4) stores other bytes
+    than the separate launches, which the interpreter does not show, and no state may depend on the
+    batch. It was not timed either.
     """
 
     rows: int
@@ -64,19 +67,21 @@ class LaunchConfig:
     single: int = 0
 
 
-_SINGLE = ((1, LaunchConfig(16, single=1)), (8, LaunchConfig(32, single=1)))
 LAUNCH: dict[int, tuple[tuple[int, LaunchConfig], ...]] = {
-    4: (*_SINGLE, (32, LaunchConfig(32, 2, ahead=1, flush=12, beside=1))),
-    8: (*_SINGLE, (32, LaunchConfig(32, 2, ahead=1, warps=2, flush=12, beside=1))),
-    16: (_SINGLE[0], (32, LaunchConfig(64, warps=4, flush=12, beside=1))),
-    32: (_SINGLE[0], (32, LaunchConfig(64, warps=4, flush=12, beside=1))),
+    4: ((1, LaunchConfig(64)), (32, LaunchConfig(32, 2, ahead=1, flush=12, beside=1))),
+    8: (
+        (1, LaunchConfig(64, warps=2)),
+        (32, LaunchConfig(32, 2, ahead=1, warps=2, flush=12, beside=1)),
+    ),
+    16: ((1, LaunchConfig(64, warps=4)), (32, LaunchConfig(64, warps=4, flush=12, beside=1))),
+    32: ((1, LaunchConfig(64, warps=4)), (32, LaunchConfig(64, warps=4, flush=12, beside=1))),
 }
 """Bits of the readout's codes -> (smallest batch, launch configuration), ascending.
 
 4 and 8 bits from batch 32 on: the fastest of twelve in the mix at batch 256 for nvfp4 + fp16 and
 P8+4 (NVIDIA H200, triton 3.6.0, 32 heads of 128 x 128, commit 5593cff; beside 103 and 107 us, after
-the reads 106 and 112 us). 16 and 32 bits are not tuned; steps in one launch are taken over from
-Mamba-2.
+the reads 106 and 112 us). Below: the fastest reads at batch 1, P8+4, same GPU and geometry. 16 and
+32 bits are not tuned. None takes ``single``, see ``LaunchConfig``.
 """
 
 
