@@ -44,6 +44,8 @@ NOTES = {
     "tokens. The larger pair is another training run than the long evaluation's.",
     LAYERS: "KLD, nats a token, with one layer alone in a format and every other in fp32. The "
     "larger pair, another training run than the long evaluation's.",
+    "free": "What `python -m replayssm_quant.eval --suite free` runs: responses of the shipped "
+    "models, drawn with random numbers that belong to the document.",
     "default": "What `python -m replayssm_quant.eval` runs, here to set hardware beside hardware.",
 }
 
@@ -224,7 +226,7 @@ AGREEMENT = (
 
 def results_md(runs: Mapping[str, RunRecord]) -> str:
     """The text of RESULTS.md."""
-    order = (MATRIX, LONG, FREE)
+    order = (MATRIX, LONG, FREE, "free")
     names = sorted(runs, key=lambda n: order.index(runs[n].suite) if runs[n].suite in order else 9)
     parts = [HEAD.strip()]
     rows = agreement(runs)
