@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,14 +153,18 @@ def state_bytes(model: str, arm: Mapping[str, Any]) -> int:
 
 def cache_bytes(model: str, arm: Mapping[str, Any], batch: int, length: int) -> int:
     """Bytes of vLLM's cache in which ``batch`` requests of ``length`` tokens find room."""
+    page = max(page_bytes(g, arm) for g in read_geometry(MODELS[model]).layers.values())
+    return (batch + 2) * bytes_of_request(model, page, length)
+
+
+def bytes_of_request(model: str, page: int, tokens: int, states: int = 1) -> int:
+    """Bytes of cache that vLLM counts for a request with ``states`` pages in a recurrent layer."""
     config, geometry = MODELS[model], read_geometry(MODELS[model])
-    layers = geometry.layers.values()
-    attention = geometry.total_layers - len(layers)
+    attention = geometry.total_layers - len(geometry.layers)
     if "hybrid_override_pattern" in config:
         attention = str(config["hybrid_override_pattern"]).count("*")
     token = 4 * config["num_key_value_heads"] * config["head_dim"]  # type: ignore[operator]
-    page = max(page_bytes(g, arm) for g in layers)
-    return (batch + 2) * request_bytes(page, len(layers), attention, token, length)
+    return request_bytes(page, len(geometry.layers), attention, token, tokens, states)
 
 
 def write_tuned(folder: Path, gpu: str, results: Path = RESULTS) -> Path:
@@ -190,46 +194,55 @@ def write_tuned(folder: Path, gpu: str, results: Path = RESULTS) -> Path:
     return folder
 
 
-def measure(llm: Any, batch: int, tokens: int, vocab: int, warm: int = 20) -> dict[str, Any]:
-    """Times of the engine steps in which all requests of a batch got a token."""
+@contextlib.contextmanager
+def noting(llm: Any, note: Callable[[Any], object]) -> Iterator[None]:
+    """Call ``note`` with what each step of the engine puts out."""
+    core = llm.llm_engine.engine_core
+    get_output = core.get_output
+
+    def noted() -> Any:
+        found = get_output()
+        note(found)
+        return found
+
+    core.get_output = noted
+    try:
+        yield
+    finally:
+        core.get_output = get_output
+
+
+def generate(llm: Any, batch: int, tokens: int, vocab: int, name: str) -> float:
+    """Let ``batch`` requests of short random prompts get ``tokens`` tokens; when it began."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     rng = random.Random(0)
     prompts = [[rng.randrange(3, vocab) for _ in range(PROMPT - 6 + i % 7)] for i in range(batch)]
     engine = llm.llm_engine
-    core, seen = engine.engine_core, []
-    get_output = core.get_output
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    start = time.perf_counter()
+    for i, prompt in enumerate(prompts):
+        engine.add_request(f"{name}{i}", {"prompt_token_ids": prompt}, params)
+    while engine.has_unfinished_requests():
+        engine.step()
+    return start
 
-    def noted() -> Any:
-        found = get_output()
-        seen.append((time.perf_counter(), len(found.outputs)))
-        return found
 
-    def answer(count: int, name: str) -> float:
-        """Generate ``count`` tokens for each prompt; returns when it began."""
-        seen.clear()
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=count,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        start = time.perf_counter()
-        for i, prompt in enumerate(prompts):
-            engine.add_request(f"{name}{i}", {"prompt_token_ids": prompt}, params)
-        while engine.has_unfinished_requests():
-            engine.step()
-        return start
-
-    core.get_output = noted
-    try:
+def measure(llm: Any, batch: int, tokens: int, vocab: int, warm: int = 20) -> dict[str, Any]:
+    """Times of the engine steps in which all requests of a batch got a token."""
+    seen: list[tuple[float, int]] = []
+    with noting(llm, lambda found: seen.append((time.perf_counter(), len(found.outputs)))):
         if warm:
-            answer(warm, "warm")
-        start = answer(tokens, "timed")
-    finally:
-        core.get_output = get_output
+            generate(llm, batch, warm, vocab, "warm")
+        seen.clear()
+        start = generate(llm, batch, tokens, vocab, "timed")
     full = [at for at, count in seen if count == batch]
     if len(full) < 0.75 * tokens:
         raise RuntimeError(
@@ -290,39 +303,46 @@ KERNEL_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 def profile(llm: Any, batch: int, vocab: int, folder: Path) -> dict[str, Any]:
     """Where the GPU's time goes in ``PROFILE_STEPS`` decode steps of a batch."""
-    engine, core = llm.llm_engine, llm.llm_engine.engine_core
-    get_output, full = core.get_output, [0]
+    engine, full = llm.llm_engine, 0
 
-    def noted() -> Any:
-        found = get_output()
-        full[0] += len(found.outputs) == batch
-        if full[0] in (8, 8 + PROFILE_STEPS) and len(found.outputs) == batch:
-            (engine.start_profile if full[0] == 8 else engine.stop_profile)()
-        return found
+    def trace(found: Any) -> None:
+        nonlocal full
+        if len(found.outputs) == batch:
+            full += 1
+            if full in (8, 8 + PROFILE_STEPS):
+                (engine.start_profile if full == 8 else engine.stop_profile)()
 
-    core.get_output = noted
-    try:
+    with noting(llm, trace):
         measure(llm, batch, PROFILE_STEPS + 16, vocab, warm=0)
-    finally:
-        core.get_output = get_output
     traces = sorted(folder.glob("*.json*"), key=lambda p: p.stat().st_mtime)
     if not traces:
         raise RuntimeError("the engine's profiler wrote no trace")
     return read_trace(traces[-1])
 
 
-def child(job: Mapping[str, Any]) -> None:
-    """One engine: start, say so; for each line on stdin measure and write all rows so far."""
+def measure_point(llm: Any, point: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
+    """The row of a point, which is a batch and tokens, or a batch alone for a profile."""
+    if point["tokens"] is not None:
+        return measure(llm, point["batch"], point["tokens"], job["vocab"])
+    folder = Path(job["engine"]["profiler_config"]["torch_profiler_dir"])
+    row = profile(llm, point["batch"], job["vocab"], folder)
+    return row | {"op": PROFILE, "batch": point["batch"]}
+
+
+def child(job: Mapping[str, Any], row_of: Callable[..., dict[str, Any]] = measure_point) -> None:
+    """One engine: start, say so; for each line on stdin measure and write all rows so far.
+
+    ``row_of`` takes the engine, the point and the job; its RuntimeError or ValueError is a row.
+    """
     import torch
     import vllm
     from vllm import LLM
     from vllm.platforms import current_platform
 
     llm = LLM(**job["engine"])
-    gpu = "none" if current_platform.is_cpu() else current_platform.get_device_name()
     v2 = llm.llm_engine.vllm_config.use_v2_model_runner
     found = {
-        "gpu": gpu,
+        "gpu": "none" if current_platform.is_cpu() else current_platform.get_device_name(),
         "vllm": vllm.__version__,
         "torch": torch.__version__,
         "runner": "v2" if v2 else "v1",
@@ -332,12 +352,7 @@ def child(job: Mapping[str, Any]) -> None:
     for line in sys.stdin:
         point = json.loads(line)
         try:
-            if point["tokens"] is None:
-                folder = Path(job["engine"]["profiler_config"]["torch_profiler_dir"])
-                row = profile(llm, point["batch"], job["vocab"], folder)
-                row |= {"op": PROFILE, "batch": point["batch"]}
-            else:
-                row = measure(llm, point["batch"], point["tokens"], job["vocab"])
+            row = row_of(llm, point, job)
         except (RuntimeError, ValueError) as error:
             row = {**point, "error": str(error)}
         found["rows"].append(row)
@@ -364,6 +379,17 @@ def engine_arguments(model: Path, arm: Mapping[str, Any], args: argparse.Namespa
             "torch_profiler_dump_cuda_time_total": False,
             "ignore_frontend": True,
         }
+    made = common_arguments(model, batches[-1], int(cache), args.memory_share)
+    made |= {
+        "max_model_len": length,
+        "compilation_config": {"cudagraph_capture_sizes": batches},
+        "additional_config": extra,
+    }
+    return made | profiler | arm.get("engine", {}) | json.loads(args.engine)
+
+
+def common_arguments(model: Path, batch: int, cache: int, memory_share: float) -> dict[str, Any]:
+    """What every engine here is started with: ``cache`` bytes for up to ``batch`` requests."""
     return {
         "model": str(model),
         "load_format": "dummy",
@@ -372,16 +398,10 @@ def engine_arguments(model: Path, arm: Mapping[str, Any], args: argparse.Namespa
         "dtype": "bfloat16",
         "seed": 0,
         "enable_prefix_caching": False,
-        "max_model_len": length,
-        "max_num_seqs": batches[-1],
+        "max_num_seqs": batch,
         "max_num_batched_tokens": 8192,
-        "gpu_memory_utilization": args.memory_share,
-        "kv_cache_memory_bytes": int(cache),
-        "compilation_config": {"cudagraph_capture_sizes": batches},
-        "additional_config": extra,
-        **profiler,
-        **arm.get("engine", {}),
-        **json.loads(args.engine),
+        "gpu_memory_utilization": memory_share,
+        "kv_cache_memory_bytes": cache,
     }
 
 
@@ -393,34 +413,49 @@ def max_length(args: argparse.Namespace) -> int:
 class Engine:
     """A child process and what it has said."""
 
+    module = __spec__.name
+    """What the child runs."""
+
     def __init__(self, name: str, folder: Path, args: argparse.Namespace, tuned: Path):
         model = folder / f"{args.model}-{name}"
         model.mkdir(exist_ok=True)
         config = COMMON | MODELS[args.model]
         (model / "config.json").write_text(json.dumps(config))
-        arm = arm_of(name)
         self.name, self.out, self.log = name, folder / f"{name}.json", folder / f"{name}.log"
-        self.engine = engine_arguments(model, arm, args)
+        self.args, self.arm = args, self.find_arm(name)
+        self.engine = self.arguments(model)
         job = {"engine": self.engine, "vocab": config["vocab_size"], "out": str(self.out)}
         env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         env.setdefault("VLLM_TUNED_CONFIG_FOLDER", str(tuned))
-        if "runner" in arm:
-            env["VLLM_USE_V2_MODEL_RUNNER"] = "0" if arm["runner"] == "v1" else "1"
-        if "plugins" in arm:
-            env["VLLM_PLUGINS"] = arm["plugins"]
-        if "one_process" in arm:
+        if "runner" in self.arm:
+            env["VLLM_USE_V2_MODEL_RUNNER"] = "0" if self.arm["runner"] == "v1" else "1"
+        if "plugins" in self.arm:
+            env["VLLM_PLUGINS"] = self.arm["plugins"]
+        if "one_process" in self.arm:
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         self.started = time.perf_counter()
         self.start_s, self.asked = 0.0, 0
         self.out.unlink(missing_ok=True)
         self.process = subprocess.Popen(
-            [args.python, "-m", __spec__.name, "--child", json.dumps(job)],
+            [args.python, "-m", self.module, "--child", json.dumps(job)],
             stdin=subprocess.PIPE,
             stdout=self.log.open("w"),
             stderr=subprocess.STDOUT,
             env=env,
             text=True,
         )
+
+    def find_arm(self, name: str) -> dict[str, Any]:
+        """The arm of a name."""
+        return arm_of(name)
+
+    def arguments(self, model: Path) -> dict[str, Any]:
+        """Arguments of ``vllm.LLM``; the model's configuration is in the folder ``model``."""
+        return engine_arguments(model, self.arm, self.args)
+
+    def about(self, model: str) -> dict[str, Any]:
+        """What its rows say beyond what it measured."""
+        return {"op": OP, "state_bytes": state_bytes(model, self.arm)}
 
     def wait_ready(self, deadline: float) -> bool:
         """True once the engine is up; False if it died or time is up."""
@@ -451,12 +486,11 @@ class Engine:
         room = re.search(r"Maximum concurrency for ([\d,]+) tokens per request: ([\d.]+)x", log)
         said = re.search(r"replayssm_quant: (.*)", log)
         common: dict[str, Any] = {
-            "op": OP,
+            **self.about(model),
             "model": model,
             "arm": self.name,
             "weights": "dummy",
             "state": said[1] if said else "plain vLLM",
-            "state_bytes": state_bytes(model, arm_of(self.name)),
             "cache_gib": round(self.engine["kv_cache_memory_bytes"] / 2**30, 3),
             "max_concurrency": float(room[2]) if room else None,
             "concurrency_tokens": int(room[1].replace(",", "")) if room else None,
@@ -498,8 +532,15 @@ def _alone(lock: str | None) -> Iterator[None]:
         yield
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Arms in waves, each point through all engines of a wave; rows are written as they come."""
+def run(
+    args: argparse.Namespace,
+    kind: type[Engine] = Engine,
+    line: Callable[[Mapping[str, Any]], str] | None = None,
+) -> list[dict[str, Any]]:
+    """Arms in waves, each point through all engines of a wave; rows are written as they come.
+
+    ``line`` is what is printed of a row.
+    """
     from .run import provenance
 
     origin = provenance()
@@ -512,7 +553,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         folder.mkdir(parents=True, exist_ok=True)
         tuned = write_tuned(folder / "tuned", gpu)
         for i in range(0, len(args.arms), args.parallel):
-            wave = [Engine(a, folder, args, tuned) for a in args.arms[i : i + args.parallel]]
+            wave = [kind(a, folder, args, tuned) for a in args.arms[i : i + args.parallel]]
             try:
                 for engine in wave:
                     engine.wait_ready(end)
@@ -527,7 +568,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                     _write(Path(args.out), json.dumps(done + rows, indent=1) + "\n")
                 done += rows
                 for row in rows:
-                    print(_line(row), flush=True)
+                    print((line or _line)(row), flush=True)
             finally:
                 for engine in wave:
                     engine.close()
@@ -536,9 +577,14 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     return done
 
 
+def failure(row: Mapping[str, Any]) -> str:
+    """One line for a row without a measurement."""
+    return f"{row['arm']}: failed: {row['error']}"
+
+
 def _line(row: Mapping[str, Any]) -> str:
     if "error" in row:
-        return f"{row['arm']}: failed: {row['error']}"
+        return failure(row)
     if row["op"] == PROFILE:
         return f"{row['arm']}, batch {row['batch']}: GPU busy {row['busy_us'] / row['span_us']:.0%}"
     return (
@@ -665,15 +711,7 @@ def section(rows: list[dict[str, Any]]) -> list[str]:
     profiles = [r for r in rows if "error" not in r and r["op"] == PROFILE]
     rows = [r for r in rows if "error" not in r and r["op"] == OP]
     lines = [f"## {(rows or failed or profiles)[0]['model']}", ""]
-    if rows:
-        first = rows[0]
-        lines += [
-            f"{first['gpu']}, {first['date']}, commit {str(first['commit'])[:7]}, vLLM "
-            f"{first['vllm']}, torch {first['torch']}, triton {first['triton']}.",
-            "",
-        ]
-    for note in dict.fromkeys(r["note"] for r in rows if "note" in r):
-        lines += [note, ""]
+    lines += heading(rows)
     targets = []
     for model, column, least in TARGETS:
         here = [r for r in rows if r["batch"] == 256 and "options" in arm_of(r["arm"])]
@@ -697,15 +735,36 @@ def section(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def report(folder: Path, target: Path) -> Path:
-    """E2E.md in ``target`` from each model's newest rows. Raises ValueError if there is none."""
+def newest_rows(folder: Path, op: str) -> dict[str, list[dict[str, Any]]]:
+    """Each model's rows in the newest file that has it. Raises ValueError if there is none."""
     newest: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted(folder.glob(f"{OP}-*.json")):  # sorted: a later date replaces
+    for path in sorted(folder.glob(f"{op}-*.json")):  # sorted: a later date replaces
         rows = json.loads(path.read_text(encoding="utf-8"))
         for model in _order(rows, "model"):
             newest[model] = [r for r in rows if r["model"] == model]
     if not newest:
-        raise ValueError(f"no {OP} file in {folder}; run the benchmark on a GPU first")
+        raise ValueError(f"no {op} file in {folder}; run the benchmark on a GPU first")
+    return newest
+
+
+def heading(rows: list[dict[str, Any]]) -> list[str]:
+    """What measured a model's rows, and their notes."""
+    if not rows:
+        return []
+    first = rows[0]
+    lines = [
+        f"{first['gpu']}, {first['date']}, commit {str(first['commit'])[:7]}, vLLM "
+        f"{first['vllm']}, torch {first['torch']}, triton {first['triton']}.",
+        "",
+    ]
+    for note in dict.fromkeys(r["note"] for r in rows if "note" in r):
+        lines += [note, ""]
+    return lines
+
+
+def report(folder: Path, target: Path) -> Path:
+    """E2E.md in ``target`` from each model's newest rows. Raises ValueError if there is none."""
+    newest = newest_rows(folder, OP)
     lines = [line for model in sorted(newest) for line in section(newest[model])]
     return _write(target / "E2E.md", HEAD.format(budget=BUDGET_GIB) + "\n".join(lines))
 
@@ -721,6 +780,18 @@ def _points(text: str) -> list[tuple[int, int | None]]:
     return out
 
 
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """How engines are started and measured."""
+    add = parser.add_argument
+    add("--parallel", type=int, default=1, help="engines that start together")
+    add("--memory-share", type=float, default=0.05)
+    add("--seconds", type=float, default=3600.0, help="for everything together")
+    add("--engine", default="{}", help="more arguments of vllm.LLM, as JSON")
+    add("--python", default=sys.executable, help="interpreter that has vLLM")
+    add("--lock", help="a file to lock while measuring")
+    add("--logs", help="keep the engines' logs in this folder")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     drop_checkout()
     parser = argparse.ArgumentParser(prog="python -m replayssm_quant.kernels.bench.e2e")
@@ -731,15 +802,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--arms", type=lambda t: t.split(","), default=["fp32", "P4+8"], help=", ".join(ARMS))
     add("--batches", type=_points, default=[(256, None)], help="batch or batch:tokens, by commas")
     add("--tokens", type=int, default=1000, help="of each request, where a batch names none")
-    add("--parallel", type=int, default=1, help="engines that start together")
     add("--cache-gib", type=float, default=0.0, help="vLLM's cache (default: what the batch needs)")
-    add("--memory-share", type=float, default=0.05)
-    add("--seconds", type=float, default=3600.0, help="for everything together")
-    add("--engine", default="{}", help="more arguments of vllm.LLM, as JSON")
-    add("--python", default=sys.executable, help="interpreter that has vLLM")
     add("--profile", action="store_true", help="also take a profile of the largest batch")
-    add("--lock", help="a file to lock while measuring")
-    add("--logs", help="keep the engines' logs in this folder")
+    add_engine_options(parser)
     add("--out", default=f"{OP}.json")
     args = parser.parse_args(argv)
     if args.child:

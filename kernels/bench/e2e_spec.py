@@ -13,22 +13,33 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
-import re
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..._paths import drop_checkout
-from ...backends.vllm.page import request_bytes
 from ...config import StateConfig
 from ...state.geometry import LayerGeometry, read_geometry
 from ...state.layout import MAX_DRAFTS, StateLayout, fp32_bytes
-from .e2e import COMMON, MODELS, PROMPT, RESULTS, Engine, _alone, _points, write_tuned
+from .e2e import (
+    MODELS,
+    PROMPT,
+    RESULTS,
+    Engine,
+    _points,
+    add_engine_options,
+    bytes_of_request,
+    child,
+    common_arguments,
+    failure,
+    generate,
+    heading,
+    newest_rows,
+    noting,
+    run,
+)
 from .report import _number, _order, _table, _write
 
 OP = "e2e_spec_decode_throughput"
@@ -68,15 +79,9 @@ def page_bytes(layer: LayerGeometry, arm: Mapping[str, Any], drafts: int) -> int
 
 def cache_bytes(model: str, arm: Mapping[str, Any], batch: int, tokens: int, drafts: int) -> int:
     """Bytes of vLLM's cache in which ``batch`` requests of ``tokens`` tokens find room."""
-    config, geometry = MODELS[model], read_geometry(MODELS[model])
-    layers = geometry.layers.values()
-    attention = geometry.total_layers - len(layers)
-    if "hybrid_override_pattern" in config:
-        attention = str(config["hybrid_override_pattern"]).count("*")
-    token = 4 * config["num_key_value_heads"] * config["head_dim"]  # type: ignore[operator]
+    layers = read_geometry(MODELS[model]).layers.values()
     page = max(page_bytes(g, arm, drafts) for g in layers)
-    one = request_bytes(page, len(layers), attention, token, tokens, states(arm, drafts))
-    return (batch + 2) * one
+    return (batch + 2) * bytes_of_request(model, page, tokens, states(arm, drafts))
 
 
 def measure(llm: Any, batch: int, tokens: int, vocab: int) -> dict[str, Any]:
@@ -84,42 +89,17 @@ def measure(llm: Any, batch: int, tokens: int, vocab: int) -> dict[str, Any]:
 
     Raises RuntimeError if there are too few of them.
     """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    seen: list[tuple[float, int, int, bool]] = []
 
-    rng = random.Random(0)
-    prompts = [[rng.randrange(3, vocab) for _ in range(PROMPT - 6 + i % 7)] for i in range(batch)]
-    engine = llm.llm_engine
-    core, seen = engine.engine_core, []
-    get_output = core.get_output
-
-    def noted() -> Any:
-        found = get_output()
+    def note(found: Any) -> None:
         new = [len(o.new_token_ids) for o in found.outputs]
         ended = any(o.finish_reason is not None for o in found.outputs)
         seen.append((time.perf_counter(), len(new), sum(new), ended))
-        return found
 
-    def answer(count: int, name: str) -> None:
+    with noting(llm, note):
+        generate(llm, batch, 16, vocab, "warm")
         seen.clear()
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=count,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        for i, prompt in enumerate(prompts):
-            engine.add_request(f"{name}{i}", {"prompt_token_ids": prompt}, params)
-        while engine.has_unfinished_requests():
-            engine.step()
-
-    core.get_output = noted
-    try:
-        answer(16, "warm")
-        answer(tokens, "timed")
-    finally:
-        core.get_output = get_output
+        generate(llm, batch, tokens, vocab, "timed")
     return window(seen, batch, tokens)
 
 
@@ -151,31 +131,9 @@ def window(seen: Sequence[tuple[float, int, int, bool]], batch: int, tokens: int
     }
 
 
-def child(job: Mapping[str, Any]) -> None:
-    """One engine: start, say so; for each line on stdin measure and write all rows so far."""
-    import torch
-    import vllm
-    from vllm import LLM
-    from vllm.platforms import current_platform
-
-    llm = LLM(**job["engine"])
-    v2 = llm.llm_engine.vllm_config.use_v2_model_runner
-    found = {
-        "gpu": "none" if current_platform.is_cpu() else current_platform.get_device_name(),
-        "vllm": vllm.__version__,
-        "torch": torch.__version__,
-        "runner": "v2" if v2 else "v1",
-        "rows": [],
-    }
-    print("READY", flush=True)
-    for line in sys.stdin:
-        point = json.loads(line)
-        try:
-            row = measure(llm, point["batch"], point["tokens"], job["vocab"])
-        except RuntimeError as error:
-            row = {**point, "error": str(error)}
-        found["rows"].append(row)
-        _write(Path(job["out"]), json.dumps(found))
+def measure_point(llm: Any, point: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
+    """The row of a point, for ``e2e.child``."""
+    return measure(llm, point["batch"], point["tokens"], job["vocab"])
 
 
 def engine_arguments(model: Path, arm: Mapping[str, Any], args: argparse.Namespace) -> dict:
@@ -189,25 +147,15 @@ def engine_arguments(model: Path, arm: Mapping[str, Any], args: argparse.Namespa
         cache_bytes(args.model, arm, b, PROMPT + t + args.drafts, args.drafts)
         for b, t in args.batches
     )
-    made: dict[str, Any] = {
-        "model": str(model),
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "generation_config": "vllm",
-        "dtype": "bfloat16",
-        "seed": 0,
-        "enable_prefix_caching": False,
-        "mamba_ssm_cache_dtype": "float32",
+    cache = min(needed, int(args.cache_gib * 2**30))
+    made = common_arguments(model, batches[-1], cache, args.memory_share)
+    made |= {
         "max_model_len": args.length,
-        "max_num_seqs": batches[-1],
-        "max_num_batched_tokens": 8192,
-        "gpu_memory_utilization": args.memory_share,
-        "kv_cache_memory_bytes": min(needed, int(args.cache_gib * 2**30)),
         "compilation_config": {"cudagraph_capture_sizes": [b * width for b in batches]},
         "additional_config": extra,
     }
-    if "options" in arm:
-        del made["mamba_ssm_cache_dtype"]
+    if "options" not in arm:
+        made["mamba_ssm_cache_dtype"] = "float32"
     if arm["drafts"]:
         made["speculative_config"] = {
             "method": "ngram",
@@ -223,97 +171,28 @@ def engine_arguments(model: Path, arm: Mapping[str, Any], args: argparse.Namespa
 class DraftEngine(Engine):
     """A child process of this module."""
 
-    def __init__(self, name: str, folder: Path, args: argparse.Namespace, tuned: Path):
-        model = folder / f"{args.model}-{name}"
-        model.mkdir(exist_ok=True)
-        config = COMMON | MODELS[args.model]
-        (model / "config.json").write_text(json.dumps(config))
-        self.name, self.out, self.log = name, folder / f"{name}.json", folder / f"{name}.log"
-        self.args, self.engine = args, engine_arguments(model, arm_of(name), args)
-        job = {"engine": self.engine, "vocab": config["vocab_size"], "out": str(self.out)}
-        env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        env.setdefault("VLLM_TUNED_CONFIG_FOLDER", str(tuned))
-        self.started, self.start_s, self.asked = time.perf_counter(), 0.0, 0
-        self.out.unlink(missing_ok=True)
-        self.process = subprocess.Popen(
-            [args.python, "-m", __spec__.name, "--child", json.dumps(job)],
-            stdin=subprocess.PIPE,
-            stdout=self.log.open("w"),
-            stderr=subprocess.STDOUT,
-            env=env,
-            text=True,
-        )
+    module = __spec__.name
 
-    def rows(self, model: str) -> list[dict[str, Any]]:
-        """A row for each point; one with an error where there is none."""
-        log = self.log.read_text(errors="replace")
-        room = re.search(r"Maximum concurrency for ([\d,]+) tokens per request: ([\d.]+)x", log)
-        said = re.search(r"replayssm_quant: (.*)", log)
-        arm, drafts = arm_of(self.name), self.args.drafts
-        layers = read_geometry(MODELS[model]).layers.values()
-        common: dict[str, Any] = {
+    def find_arm(self, name: str) -> dict[str, Any]:
+        return arm_of(name)
+
+    def arguments(self, model: Path) -> dict[str, Any]:
+        return engine_arguments(model, self.arm, self.args)
+
+    def about(self, model: str) -> dict[str, Any]:
+        drafts, layers = self.args.drafts, read_geometry(MODELS[model]).layers.values()
+        pages = states(self.arm, drafts)
+        return {
             "op": OP,
-            "model": model,
-            "arm": self.name,
-            "weights": "dummy",
-            "drafts": drafts if arm["drafts"] else 0,
-            "accepted": self.args.accepted if arm["drafts"] else 1.0,
-            "state": said[1] if said else "plain vLLM",
-            "state_bytes": states(arm, drafts) * sum(page_bytes(g, arm, drafts) for g in layers),
-            "cache_gib": round(self.engine["kv_cache_memory_bytes"] / 2**30, 3),
-            "max_concurrency": float(room[2]) if room else None,
-            "concurrency_tokens": int(room[1].replace(",", "")) if room else None,
-            "start_s": round(self.start_s, 1),
+            "drafts": drafts if self.arm["drafts"] else 0,
+            "accepted": self.args.accepted if self.arm["drafts"] else 1.0,
+            "state_bytes": pages * sum(page_bytes(g, self.arm, drafts) for g in layers),
         }
-        if self.out.is_file():
-            found = json.loads(self.out.read_text())
-            rows = found.pop("rows")
-            return [common | found | row for row in rows]
-        if self.process.poll() is None:
-            return [common | {"error": f"ran out of time, {'up' if self.start_s else 'starting'}"}]
-        errors = [x for x in log.splitlines() if "Error" in x]
-        return [common | {"error": (errors or log.splitlines() or ["no output"])[-1][-500:]}]
-
-
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Arms in waves, each point through all engines of a wave; rows are written as they come."""
-    from .run import provenance
-
-    origin = provenance()
-    gpu = origin["gpu"]
-    origin = {k: v for k, v in origin.items() if k not in ("gpu", "torch", "vllm")}
-    done: list[dict[str, Any]] = []
-    end = time.perf_counter() + args.seconds
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(args.logs) if args.logs else Path(name)
-        folder.mkdir(parents=True, exist_ok=True)
-        tuned = write_tuned(folder / "tuned", gpu)
-        for i in range(0, len(args.arms), args.parallel):
-            wave = [DraftEngine(a, folder, args, tuned) for a in args.arms[i : i + args.parallel]]
-            rows: list[dict[str, Any]] = []
-            try:
-                for engine in wave:
-                    engine.wait_ready(end)
-                for batch, tokens in args.batches:
-                    with _alone(args.lock):
-                        for engine in wave:
-                            engine.measure(batch, tokens, end)
-                    rows = [origin | r for engine in wave for r in engine.rows(args.model)]
-                    _write(Path(args.out), json.dumps(done + rows, indent=1) + "\n")
-                done += rows
-                for row in rows:
-                    print(_line(row), flush=True)
-            finally:
-                for engine in wave:
-                    engine.close()
-                for engine in wave:
-                    engine.stop()
-    return done
 
 
 def _line(row: Mapping[str, Any]) -> str:
     if "error" in row:
-        return f"{row['arm']}: failed: {row['error']}"
+        return failure(row)
     return (
         f"{row['arm']} ({row['runner']}, vLLM {row['vllm']}), {row['running']} of {row['batch']} "
         f"running: {row['step_ms']:.2f} ms a step, {row['tokens_a_step']:.2f} tokens a step and "
@@ -351,14 +230,7 @@ def section(rows: list[dict[str, Any]]) -> list[str]:
     rows = [r for r in rows if "error" not in r]
     first = (rows or failed)[0]
     lines = [f"## {first['model']}", ""]
-    if rows:
-        lines += [
-            f"{first['gpu']}, {first['date']}, commit {str(first['commit'])[:7]}, vLLM "
-            f"{first['vllm']}, torch {first['torch']}, triton {first['triton']}.",
-            "",
-        ]
-    for note in dict.fromkeys(r["note"] for r in rows if "note" in r):
-        lines += [note, ""]
+    lines += heading(rows)
     reached: dict[str, list[float]] = {name: [] for name, _ in TARGETS}
     for batch, drafts in dict.fromkeys((r["batch"], max(r["drafts"], 0)) for r in rows):
         here = [r for r in rows if r["batch"] == batch]
@@ -397,13 +269,7 @@ def section(rows: list[dict[str, Any]]) -> list[str]:
 
 def report(folder: Path, target: Path) -> Path:
     """E2E_SPEC.md in ``target`` from each model's newest rows. Raises ValueError if none."""
-    newest: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted(folder.glob(f"{OP}-*.json")):  # sorted: a later date replaces
-        rows = json.loads(path.read_text(encoding="utf-8"))
-        for model in _order(rows, "model"):
-            newest[model] = [r for r in rows if r["model"] == model]
-    if not newest:
-        raise ValueError(f"no {OP} file in {folder}; run the benchmark on a GPU first")
+    newest = newest_rows(folder, OP)
     lengths = {r.get("concurrency_tokens") for rows in newest.values() for r in rows} - {None}
     tokens = ", ".join(f"{n:,}" for n in sorted(lengths)) or "these"
     head = HEAD.format(budget=BUDGET_GIB, tokens=tokens)
@@ -425,18 +291,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--drafts", type=int, default=4, help=f"draft tokens of a step, 1 to {MAX_DRAFTS}")
     add("--accepted", type=float, default=3.0, help="tokens that a step keeps on average")
     add("--length", type=int, default=2048, help="tokens that vLLM counts its concurrency for")
-    add("--parallel", type=int, default=1, help="engines that start together")
     add("--cache-gib", type=float, default=110.0, help="vLLM's cache at most")
-    add("--memory-share", type=float, default=0.05)
-    add("--seconds", type=float, default=3600.0, help="for everything together")
-    add("--engine", default="{}", help="more arguments of vllm.LLM, as JSON")
-    add("--python", default=sys.executable, help="interpreter that has vLLM")
-    add("--lock", help="a file to lock while measuring")
-    add("--logs", help="keep the engines' logs in this folder")
+    add_engine_options(parser)
+    parser.set_defaults(profile=False)
     add("--out", default=f"{OP}.json")
     args = parser.parse_args(argv)
     if args.child:
-        child(json.loads(args.child))
+        child(json.loads(args.child), measure_point)
         return 0
     try:
         if args.report:
@@ -446,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check(args)
     except ValueError as error:
         parser.error(str(error))
-    rows = run(args)
+    rows = run(args, DraftEngine, _line)
     return int(all("error" in r for r in rows))
 
 
