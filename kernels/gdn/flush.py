@@ -225,7 +225,8 @@ def _fold_dot(
     ).to(tl.float32)
     new = tl.load(v_now + stacked, mask=stacked < V, other=0.0).to(ring_v.dtype.element_ty)
     v = tl.where(token == valid, new.to(tl.float32), v)
-    rest = v - read * tl.load(until + token)
+    # as one fma, and below too: what a compiler fuses differs from kernel to kernel
+    rest = tl.fma(-read, tl.load(until + token), v)
     largest = tl.max(tl.abs(rest), 1, keep_dims=True)
     rest, rest_low = halves(opaque(rest * _inverse(largest)))
     across = tl.arange(0, LP)[:, None] + token * LP
@@ -243,8 +244,8 @@ def _fold_dot(
         change = tl.dot(update, _key_plane(low, i, WP, LP), change)
         # rounded apart, so that every kernel fuses the same product with the sum
         even, odd = unstack_rows(rounded_product(change, largest), WP, WARPS)
-        evens = evens + (values[i] * even_total + even,)
-        odds = odds + (values[8 + i] * odd_total + odd,)
+        evens = evens + (tl.fma(values[i], even_total, even),)
+        odds = odds + (tl.fma(values[8 + i], odd_total, odd),)
     return evens + odds
 
 
