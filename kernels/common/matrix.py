@@ -298,13 +298,14 @@ def _load_own(ptr, first, last, REP: tl.constexpr):
 def fetch_block(
     code, scale, tile, ring, base, limit, valid,
     R: tl.constexpr, N: tl.constexpr, TILES: tl.constexpr, STEP: tl.constexpr, LP: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUT: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUT: tl.constexpr, APART: tl.constexpr = False,
 ):  # fmt: skip
     """(codes, scales, window) of rows base .. base + ROWS - 1, as far as below ``limit``.
 
     Rows count through the heads from the one the pointers are at; R rows a head, a multiple of
     ROWS / 8. ring: the window's vectors, token to token STEP elements; valid tokens are loaded, of
-    the others nothing. No load waits for another.
+    the others nothing. No load waits for another. APART: the kernel has other loads of [ROWS, 16]
+    elements.
     """
     ELEM: tl.constexpr = OUTPUT[0]
     REP: tl.constexpr = ROWS // 8
@@ -316,7 +317,7 @@ def fetch_block(
     at = row[:, None] * (16 * HALVES * WIDE) + tl.arange(0, 16)[None, :]
     codes = ()
     for h in tl.static_range(HALVES * WIDE):
-        if ROWS == 16:  # of three axes, lest Triton share it out as other loads of 16 x 16
+        if APART:  # of three axes, lest Triton share it out as other loads of the same size
             word = tl.expand_dims(at + 16 * h, 0)
             word = tl.load(code + word, mask=tl.expand_dims(ok, 0), other=0)
             codes = codes + (tl.reshape(word, [ROWS, 16]),)

@@ -87,7 +87,21 @@ def step_kernel(
         block = (), (), ()
         if MATRIX:
             block = fetch_block(
-                code, scales, tiles, ring_v, start, V, valid, V, K, TILES, HV * V, LPR, ROWS, OUTPUT
+                code,
+                scales,
+                tiles,
+                ring_v,
+                start,
+                V,
+                valid,
+                V,
+                K,
+                TILES,
+                HV * V,
+                LPR,
+                ROWS,
+                OUTPUT,
+                True,
             )
         q, k, rk, g, beta = activate(inputs, ring_k_ptr, scale, RAW_GATES, NEGATIVE, L2NORM, EPS)
         first = i_t == 0

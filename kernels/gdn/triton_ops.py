@@ -51,9 +51,8 @@ class LaunchConfig:
 
     single: 1 to do all of that in one launch whose programs serve ``rows`` rows of a head each,
     whether they read or flush, and prepare for themselves; of the others only dot_from counts then.
-    No table takes it: an H200 (commit e223934, nvfp4 + fp16, P4+8 and P8+4) stores other bytes
-    than the separate launches, which the interpreter does not show, and no state may depend on the
-    batch. It was not timed either.
+    No table takes it yet: an H200 stored other bytes than the separate launches at commit e223934,
+    and no state may depend on the batch; what is corrected since was not rerun there, nor timed.
     """
 
     rows: int

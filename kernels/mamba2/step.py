@@ -78,7 +78,21 @@ def step_kernel(
         codes, scales, past = (), (), ()
         if MATRIX:
             codes, scales, past = fetch_block(
-                code, scale, tile, ring_x, start, R, valid, R, N, TILES, H * R, LP, ROWS, OUTPUT
+                code,
+                scale,
+                tile,
+                ring_x,
+                start,
+                R,
+                valid,
+                R,
+                N,
+                TILES,
+                H * R,
+                LP,
+                ROWS,
+                OUTPUT,
+                True,
             )
         prepare_heads(
             inputs, valid, i_t == 0, (i_t == 0) & (i_h % (H // G) == 0),

@@ -261,7 +261,9 @@ def keep(self, *args, **kwargs):
 compiler.CompiledKernel.__init__ = keep
 found = []
 for kind, size, update, output, dtype, changes in json.loads(sys.argv[1]):
-    config = StateConfig.from_flags(update, output, rotate=update.startswith("P"))
+    length = changes.pop("buffer_len", 16)
+    rotate = update.startswith("P")
+    config = StateConfig.from_flags(update, output, rotate=rotate, buffer_len=length)
     geometry = LayerGeometry(kind, *size)
     cpu = torch.device("cpu")
     dtype = getattr(torch, dtype)
@@ -304,6 +306,7 @@ LAYOUT_CASES = [
     [*_M, "fp16", "nvfp4", _HALF, {"single": 1, "rows": 16}],
     [*_M, "e4m3", "same", _HALF, {"single": 1, "rows": 32}],
     [*_G, "P8+4", None, _HALF, {"single": 1, "rows": 16}],
+    [*_G, "P8+4", None, _HALF, {"single": 1, "rows": 32, "buffer_len": 32}],
 ]
 
 
