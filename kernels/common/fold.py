@@ -57,15 +57,6 @@ def prefetch(ptr):
 
 
 @triton.jit
-def prefetch_words(ptr, offset, WORDS: tl.constexpr):
-    """Ask for WORDS int32 at ``ptr + offset``, a line of 32 each."""
-    if WORDS > 0:
-        LINES: tl.constexpr = triton.next_power_of_2((WORDS + 31) // 32)
-        line = tl.arange(0, LINES) * 32
-        prefetch(ptr + offset + tl.minimum(line, WORDS - 1))
-
-
-@triton.jit
 def _plane_and_column(n, W: tl.constexpr, WP: tl.constexpr):
     """(plane, column) of element n of 8 WP; those beyond N = 8 W fill up the padded planes."""
     plane = n // W

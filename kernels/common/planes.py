@@ -1176,7 +1176,7 @@ def fetched_scales(words, P: tl.constexpr, FORMAT: tl.constexpr, N: tl.constexpr
 
 @triton.jit
 def decode_words(
-    words, tile, pair, column, row_ok, column_ok,
+    words, tile, column, row_ok, column_ok,
     FORMAT: tl.constexpr, R: tl.constexpr, N: tl.constexpr, RAW: tl.constexpr = False,
 ):  # fmt: skip
     """What ``fetch_tile`` returned as sixteen fp32 [8, W] tensors; tile: its fp32 scale, or 0.
@@ -1234,4 +1234,4 @@ def decode_tile(
     """The checkpoint of a tile as sixteen fp32 [8, W] tensors; arguments as ``encode_tile``."""
     words = fetch_tile(pair, column, row_ok, column_ok, code_ptr, low_ptr, scale_ptr, FORMAT, R, N)
     tile = fetch_tile_scale(pair, tile_ptr, FORMAT)
-    return decode_words(words, tile, pair, column, row_ok, column_ok, FORMAT, R, N, RAW)
+    return decode_words(words, tile, column, row_ok, column_ok, FORMAT, R, N, RAW)

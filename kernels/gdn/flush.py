@@ -15,7 +15,6 @@ import triton.language as tl
 from ..common.fold import (
     opaque,
     prefetch,
-    prefetch_words,
     product_rows,
     stack_tile,
     tile_product,
@@ -185,7 +184,7 @@ def _read_keys(
 @triton.jit
 def _fold_dot(
     values, tops, high, low, natural, natural_low, w_high, w_low, until, total, ring_v, v_now,
-    valid, i_t, pair,
+    valid, i_t,
     HV: tl.constexpr, V: tl.constexpr, WP: tl.constexpr, LP: tl.constexpr,
     OPERAND: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
@@ -280,7 +279,7 @@ def _fold_tile(
     low = low_ptr + slot * low_stride + i_h * LOW_HEAD
     scales = scale_ptr + slot * scale_stride + i_h * SCALE_HEAD
     tiles = tile_ptr + slot * tile_stride + i_h * TILES
-    values = decode_words(words, tile, pair, column, row_ok, column_ok, UPDATE, V, K, RAW)
+    values = decode_words(words, tile, column, row_ok, column_ok, UPDATE, V, K, RAW)
     tops = ()
     if RAW:
         tops = fetched_scales(words, 0, UPDATE, K) + fetched_scales(words, 1, UPDATE, K)
@@ -290,7 +289,7 @@ def _fold_tile(
         values = _fold_dot(
             values, tops, high_ptr, low_key_ptr,
             high_ptr + LP * 8 * WP, low_key_ptr + LP * 8 * WP,
-            w_high_ptr, w_low_ptr, until_ptr, tl.load(total_ptr), ring_v, v_now, valid, i_t, pair,
+            w_high_ptr, w_low_ptr, until_ptr, tl.load(total_ptr), ring_v, v_now, valid, i_t,
             HV, V, WP, LP, OPERAND, WARPS,
         )  # fmt: skip
     else:
@@ -325,7 +324,7 @@ def _fold_tile(
 
 @triton.jit
 def flush_tile(
-    i_b, i_h, i_t, slot, valid, ahead,
+    i_b, i_h, i_t, slot, valid,
     # of prepare_kernel, at this head or its key head
     keys_ptr, query_ptr, gate_ptr, rate_ptr, v_ptr,
     high_ptr, low_key_ptr, w_high_ptr, w_low_ptr, until_ptr, total_ptr,
@@ -341,13 +340,8 @@ def flush_tile(
     SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
     DOT: tl.constexpr, LP: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Fold the window into tile i_t (16 rows) of a value head, store it and its y.
-
-    ahead: the tile to ask for meanwhile, counted from the head's first.
-    """
+    """Fold the window into tile i_t (16 rows) of a value head, store it and its y."""
     W: tl.constexpr = K // 8
-    TILE_WORDS: tl.constexpr = 16 * CODE_HEAD // V
-    LOW_WORDS: tl.constexpr = 16 * LOW_HEAD // V
     column = tl.arange(0, WP)
     column_ok = column < W
     pair = tl.arange(0, PAIRS) + i_t * PAIRS
@@ -357,9 +351,6 @@ def flush_tile(
     scales = scale_ptr + slot * scale_stride + i_h * SCALE_HEAD
     tiles = tile_ptr + slot * tile_stride + i_h * TILES
     words = fetch_tile(pair, column, row_ok, column_ok, code, low, scales, UPDATE, V, K)
-    if V % 16 == 0:  # heads follow each other without a gap
-        prefetch_words(code, ahead * TILE_WORDS, TILE_WORDS)
-        prefetch_words(low, ahead * LOW_WORDS, LOW_WORDS)
     _fold_tile(
         words, fetch_tile_scale(pair, tiles, UPDATE), (),
         tl.load(key_ptr + i_b), tl.load(position_ptr + i_b),

@@ -160,7 +160,7 @@ def step_kernel(
         tl.debug_barrier()
         for i_f in range(i_t * (ROWS // 16), tl.minimum((i_t + 1) * (ROWS // 16), TILES)):
             flush_tile(
-                i_b, i_h, i_f, slot, valid, i_f,
+                i_b, i_h, i_f, slot, valid,
                 keys, query_ptr + head * K, gate_ptr + head * GW, rate_ptr + head, v_ptr,
                 high_ptr + window, low_key_ptr + window,
                 w_high_ptr + head * (LP * LP), w_low_ptr + head * (LP * LP),

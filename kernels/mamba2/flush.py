@@ -27,7 +27,6 @@ from ..common.fold import (
     left_operands,
     list_flushes,
     prefetch,
-    prefetch_words,
     rotate_window,
     rotation_table,
     stack_rows,
@@ -191,7 +190,7 @@ def weighted_pairs(
 @triton.jit
 def fold_tile(
     words, tile, following,
-    i_b, i_h, i_t, key, position, slot, valid, ring_x, inputs,
+    i_b, i_h, i_t, key, position, valid, ring_x, inputs,
     x_ptr, z_ptr, y_ptr, D_ptr, ring_x_ptr,
     weight_ptr, decay_ptr, window_ptr, vector_ptr,  # at this head and its group
     code, low, scales, tiles, copy, copy_scale, copy_tile,  # at this head
@@ -208,7 +207,7 @@ def fold_tile(
     column_ok = column < W
     pair = tl.arange(0, PAIRS) + i_t * PAIRS
     row_ok = (2 * pair < R, 2 * pair + 1 < R)
-    values = decode_words(words, tile, pair, column, row_ok, column_ok, UPDATE, R, N)
+    values = decode_words(words, tile, column, row_ok, column_ok, UPDATE, R, N)
     if in_fragments(N // 8, WARPS):
         lefts = ()
         for k in tl.static_range(LP // 16):
@@ -250,7 +249,7 @@ def fold_tile(
 
 @triton.jit
 def flush_tile(
-    i_b, i_h, i_t, slot, valid, ahead,
+    i_b, i_h, i_t, slot, valid,
     x_ptr, z_ptr, y_ptr, D_ptr, position_ptr, key_ptr, ring_x_ptr,
     weight_ptr, decay_ptr, window_ptr, vector_ptr,  # at this head and its group
     code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
@@ -265,12 +264,7 @@ def flush_tile(
     SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
     D_ROWS: tl.constexpr, HAS_Z: tl.constexpr,
 ):  # fmt: skip
-    """Fold the window into tile i_t (16 rows) of a head, store it and its y.
-
-    ahead: the tile to ask for meanwhile, counted from the head's first.
-    """
-    TILE_WORDS: tl.constexpr = 16 * CODE_HEAD // R
-    LOW_WORDS: tl.constexpr = 16 * LOW_HEAD // R
+    """Fold the window into tile i_t (16 rows) of a head, store it and its y."""
     column = tl.arange(0, WP)
     pair = tl.arange(0, PAIRS) + i_t * PAIRS
     row_ok = (2 * pair < R, 2 * pair + 1 < R)
@@ -279,12 +273,9 @@ def flush_tile(
     scales = scale_ptr + slot * scale_stride + i_h * SCALE_HEAD
     tiles = tile_ptr + slot * tile_stride + i_h * TILES
     words = fetch_tile(pair, column, row_ok, column < N // 8, code, low, scales, UPDATE, R, N)
-    if R % 16 == 0:  # heads follow each other without a gap
-        prefetch_words(code, ahead * TILE_WORDS, TILE_WORDS)
-        prefetch_words(low, ahead * LOW_WORDS, LOW_WORDS)
     fold_tile(
         words, fetch_tile_scale(pair, tiles, UPDATE), (),
-        i_b, i_h, i_t, tl.load(key_ptr + i_b), tl.load(position_ptr + i_b), slot, valid,
+        i_b, i_h, i_t, tl.load(key_ptr + i_b), tl.load(position_ptr + i_b), valid,
         ring_x_ptr + slot * ring_x_stride + i_h * R, i_b * x_stride + i_h * R,
         x_ptr, z_ptr, y_ptr, D_ptr, ring_x_ptr, weight_ptr, decay_ptr, window_ptr, vector_ptr,
         code, low, scales, tiles,
@@ -369,7 +360,7 @@ def flush_kernel(
             prefetch(x_ptr + i_b * x_stride + row + tl.arange(0, 1))
             i_g = i_h // (H // G)
             words = fold_tile(
-                words, tile, following, i_b, i_h, i_t, key, position, slot, valid,
+                words, tile, following, i_b, i_h, i_t, key, position, valid,
                 ring_x + i_h * R, i_b * x_stride + i_h * R,
                 x_ptr, z_ptr, y_ptr, D_ptr, ring_x_ptr, weights + i_h * LP, decays + i_h,
                 windows + i_g * (TERMS * LP * 8 * WP), vectors + i_g * N,

@@ -127,7 +127,7 @@ def step_kernel(
         tl.debug_barrier()
         for i_f in range(i_t * (ROWS // 16), tl.minimum((i_t + 1) * (ROWS // 16), TILES)):
             flush_tile(
-                i_b, i_h, i_f, slot, valid, i_f,
+                i_b, i_h, i_f, slot, valid,
                 x_ptr, z_ptr, y_ptr, D_ptr, position_ptr, key_ptr, ring_x_ptr,
                 fold_ptr + head * LPW, decay_ptr + head, window, vector_ptr + head * N,
                 code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
