@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -433,6 +432,3 @@ def exact_call(
         layer=layer,
         compute=torch.float64,
     )
-
-
-Runner = Callable[[Step], object]
