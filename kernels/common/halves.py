@@ -11,7 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .planes import converts_fp4, half_pair_stochastic, shared_scales, shares_blocks
+from .planes import (
+    converts_fp4,
+    half_pair_stochastic,
+    share_maxima,
+    shared_scales,
+    shares_blocks,
+)
 
 _MAGIC = 0x4B400000  # 1.5 * 2**23: a sum with it is an integer in its low bits
 
@@ -30,22 +36,14 @@ def _amax_asm():
 
     Words 4 t .. 4 t + 3 are the four columns of planes 2 m, 2 m + 1 of parity p, t = p * 4 + m.
     """
-    text = "{ .reg .b32 m<8>, lane, keep, send, got; .reg .b16 a, b; .reg .pred high, odd; "
+    text = "{ .reg .b32 m<8>, lane, bit, send, got; .reg .b16 a, b; .reg .pred high, odd; "
     for t in range(8):
         w = 4 + 4 * t
         text += f"max.NaN.xorsign.abs.f16x2 m{t}, ${w}, ${w + 1}; "
         text += f"max.NaN.xorsign.abs.f16x2 m{t}, m{t}, ${w + 2}; "
         text += f"max.NaN.xorsign.abs.f16x2 m{t}, m{t}, ${w + 3}; "
         text += f"and.b32 m{t}, m{t}, 0x7fff7fff; "
-    text += "mov.u32 lane, %laneid; and.b32 keep, lane, 2; setp.ne.u32 high, keep, 0; "
-    text += "and.b32 keep, lane, 1; setp.ne.u32 odd, keep, 0; "
-    for half in (4, 2):  # give away half of the maxima, and receive those of the other half
-        which = "high" if half == 4 else "odd"
-        for t in range(half):
-            x, y = f"m{t}", f"m{t + half}"
-            text += f"selp.b32 send, {x}, {y}, {which}; selp.b32 {x}, {y}, {x}, {which}; "
-            text += f"shfl.sync.bfly.b32 got, send, {half // 2}, 31, -1; "
-            text += f"max.NaN.f16x2 {x}, {x}, got; "
+    text += share_maxima(8, "b32", "max.NaN.f16x2")
     for m in range(2):
         text += f"mov.b32 {{a, b}}, m{m}; cvt.f32.f16 ${2 * m}, a; cvt.f32.f16 ${2 * m + 1}, b; "
     return text + "}"

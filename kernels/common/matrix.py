@@ -42,11 +42,14 @@ def matrix_path(ptx, n, output):
 
 
 @triton.constexpr_function
-def _mma(kind, d, a, b):
+def mma(kind, d, a, b):
+    """The instruction d += a b on registers named by d, a and b; kind: of the operands."""
     shape = {
         "u8": "m16n8k32.row.col.s32.u8.s8.s32",
         "s8": "m16n8k32.row.col.s32.s8.s8.s32",
         "f16": "m16n8k16.row.col.f32.f16.f16.f32",
+        "bf16": "m16n8k16.row.col.f32.bf16.bf16.f32",
+        "short": "m16n8k8.row.col.f32.bf16.bf16.f32",
     }[kind]
     d, a, b = ("{" + ", ".join(t) + "}" for t in (d, a, b))
     return f"mma.sync.aligned.{shape} {d}, {a}, {b}, {d};"
@@ -97,7 +100,7 @@ def _matrix_asm(elem):
                         out.append("shr.u32 x, x, 16;")
             for digit, name in enumerate("hl"):
                 k = (digit * 4 + j) * 2
-                out.append(_mma("u8", four(name), a, [right(k), right(k + 1)]))
+                out.append(mma("u8", four(name), a, [right(k), right(k + 1)]))
         for i, target in enumerate(("$0", "$2", "$1", "$3")):
             out.append(f"mad.lo.s32 l{i}, h{i}, 128, l{i};")
             out.append(f"add.rn.f32 {target}, l{i}, 0fCB400000;")  # - 1.5 * 2**23
@@ -106,7 +109,7 @@ def _matrix_asm(elem):
         out += zero("d")
         for j in range(4):
             left = [word(j, 0), word(j, 1), word(4 + j, 0), word(4 + j, 1)]
-            out.append(_mma("s8", four("d"), left, [right(2 * j), right(2 * j + 1)]))
+            out.append(mma("s8", four("d"), left, [right(2 * j), right(2 * j + 1)]))
     else:
         out.append("{ .reg .b16 p, q; .reg .b32 a<4>; .reg .f32 d<4>;")
         out += [f"mov.f32 d{i}, 0f00000000;" for i in range(4)]
@@ -115,7 +118,7 @@ def _matrix_asm(elem):
                 out.append(f"mov.b32 {{p, q}}, {word(j, row)};")
                 out.append(f"cvt.rn.f16x2.e4m3x2 a{row}, p;")
                 out.append(f"cvt.rn.f16x2.e4m3x2 a{row + 2}, q;")
-            out.append(_mma("f16", four("d"), a, [right(2 * j), right(2 * j + 1)]))
+            out.append(mma("f16", four("d"), a, [right(2 * j), right(2 * j + 1)]))
     if elem == "int8":
         for i, target in enumerate(("$0", "$2", "$1", "$3")):
             out.append(f"cvt.rn.f32.s32 {target}, d{i};")

@@ -830,6 +830,21 @@ def shares_blocks(fmt, rows, n, width):
 
 
 @triton.constexpr_function
+def share_maxima(count, word, largest):
+    """Instructions: of a lane's ``count`` maxima m0, m1, ... the four lanes' of a row pair, a
+    quarter each in m0, ...; ``word`` of a register, ``largest`` the instruction. Needs registers
+    lane, bit, send, got and predicates high, odd."""
+    text = "mov.u32 lane, %laneid; and.b32 bit, lane, 2; setp.ne.u32 high, bit, 0; "
+    text += "and.b32 bit, lane, 1; setp.ne.u32 odd, bit, 0; "
+    for half, which, lanes in ((count // 2, "high", 2), (count // 4, "odd", 1)):
+        for t in range(half):  # give away half of them, and receive those of the other half
+            x, y = f"m{t}", f"m{t + half}"
+            text += f"selp.{word} send, {x}, {y}, {which}; selp.{word} {x}, {y}, {x}, {which}; "
+            text += f"shfl.sync.bfly.b32 got, send, {lanes}, 31, -1; {largest} {x}, {x}, got; "
+    return text
+
+
+@triton.constexpr_function
 def _shared_amax_asm():
     text = "{ .reg .f32 m<16>, send, got, x; .reg .b32 lane, bit; .reg .pred high, odd; "
     for t in range(16):
@@ -837,15 +852,7 @@ def _shared_amax_asm():
         text += f"abs.f32 m{t}, ${w}; "
         for c in range(1, 4):
             text += f"abs.f32 x, ${w + c}; max.NaN.f32 m{t}, m{t}, x; "
-    text += "mov.u32 lane, %laneid; and.b32 bit, lane, 2; setp.ne.u32 high, bit, 0; "
-    text += "and.b32 bit, lane, 1; setp.ne.u32 odd, bit, 0; "
-    for half in (8, 4):  # give away half of the maxima, and receive those of the other half
-        which = "high" if half == 8 else "odd"
-        for t in range(half):
-            x, y = f"m{t}", f"m{t + half}"
-            text += f"selp.f32 send, {x}, {y}, {which}; selp.f32 {x}, {y}, {x}, {which}; "
-            text += f"shfl.sync.bfly.b32 got, send, {half // 4}, 31, -1; "
-            text += f"max.NaN.f32 {x}, {x}, got; "
+    text += share_maxima(16, "f32", "max.NaN.f32")
     return text + "mov.f32 $0, m0; mov.f32 $1, m1; mov.f32 $2, m2; mov.f32 $3, m3; }"
 
 

@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 
 from ...formats.spec import Format
+from .matrix import TOP2, mma
 from .planes import PTX
 from .readout import half_pair
 
-TOP2 = tl.constexpr(16256.0)  # 127 * 128: two digits, the upper one at most 127
 QUERY_WORDS = tl.constexpr(512)
 """int32 words of the queries of a row and group (or head): [16, TOKENS, 4]."""
 
@@ -30,18 +30,6 @@ def read_scale(output):
     """What the sums of ``read_block``'s instructions are to be multiplied with."""
     elem, low = output[0], output[1]
     return {"e2m1": 2.0**14, "int4": 8.0, "int8": 1.0 / 16256.0, "e4m3": 1.0}[elem] * 2.0**low
-
-
-@triton.constexpr_function
-def _mma(kind, d, a, b):
-    shape = {
-        "s8": "m16n8k32.row.col.s32.s8.s8.s32",
-        "f16": "m16n8k16.row.col.f32.f16.f16.f32",
-        "bf16": "m16n8k16.row.col.f32.bf16.bf16.f32",
-        "short": "m16n8k8.row.col.f32.bf16.bf16.f32",
-    }[kind]
-    d, a, b = ("{" + ", ".join(t) + "}" for t in (d, a, b))
-    return f"mma.sync.aligned.{shape} {d}, {a}, {b}, {d};"
 
 
 @triton.constexpr_function
@@ -101,7 +89,7 @@ def _read_asm(elem):
                             out.append(f"mul.rn.f16x2 {a}, t, {f};")
                 k = 4 * j + 2 * half
                 left = ["a0", "a1", "a2", "a3"]
-                out.append(_mma("f16", d, left, [right(k), right(k + 1)]))
+                out.append(mma("f16", d, left, [right(k), right(k + 1)]))
     elif elem == "int8":
         out = ["{ .reg .b32 h<4>, l<4>;"]
         out += [f"mov.b32 {n}{i}, 0;" for n in "hl" for i in range(4)]
@@ -110,7 +98,7 @@ def _read_asm(elem):
             for digit, name in enumerate("hl"):
                 k = 8 * digit + 2 * j
                 sums = [f"{name}{i}" for i in range(4)]
-                out.append(_mma("s8", sums, left, [right(k), right(k + 1)]))
+                out.append(mma("s8", sums, left, [right(k), right(k + 1)]))
         for i, target in enumerate(("$0", "$2", "$1", "$3")):
             out.append(f"mad.lo.s32 l{i}, h{i}, 128, l{i}; cvt.rn.f32.s32 {target}, l{i};")
     else:
@@ -122,7 +110,7 @@ def _read_asm(elem):
                 out.append(f"cvt.rn.f16x2.e4m3x2 a{row}, p;")
                 out.append(f"cvt.rn.f16x2.e4m3x2 a{row + 2}, q;")
             left = [f"a{i}" for i in range(4)]
-            out.append(_mma("f16", d, left, [right(2 * j), right(2 * j + 1)]))
+            out.append(mma("f16", d, left, [right(2 * j), right(2 * j + 1)]))
     if elem != "int8":
         for i, target in enumerate(("$0", "$2", "$1", "$3")):
             out.append(f"mov.f32 {target}, d{i};")
@@ -149,7 +137,7 @@ def _window_asm(tokens):
     for term in (1, 0):
         right = [f"${start + 2 * (term * pairs + k)}" for k in range(pairs)]
         left = [f"a{i}" for i in range(2 * pairs)]
-        out.append(_mma("bf16" if pairs == 2 else "short", ("d0", "d1", "d2", "d3"), left, right))
+        out.append(mma("bf16" if pairs == 2 else "short", ("d0", "d1", "d2", "d3"), left, right))
     out += [f"mov.f32 {target}, d{i};" for i, target in enumerate(("$0", "$2", "$1", "$3"))]
     constraints = ["=&f"] * 4 + ["f"] * 4 + ["r"] * (loaded + 4 * pairs)
     return " ".join([*out, "}"]), ",".join(constraints)
