@@ -651,12 +651,6 @@ def integer_bits(
 
 
 @triton.jit
-def int_code(t, r, TOP: tl.constexpr, SR: tl.constexpr, BITS: tl.constexpr):
-    """Signed integer codes (int32) of scaled fp32 values, given one random number each."""
-    return integer_bits(t, (r,) + byte_places(r < 0), 0, TOP, 0, SR, BITS, True) - 0x4B400000
-
-
-@triton.jit
 def _magnitude(x):
     return as_bits(x) & 0x7FFFFFFF
 

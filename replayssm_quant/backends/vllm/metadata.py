@@ -83,34 +83,19 @@ class RowPlanner:
             self.verify_buffers = VerifyBuffers(capacity, device)
         else:
             self.buffers = RowBuffers(capacity, device)
-        self.cursors: SlotCursors | None = None
-        self.draft_cursors: DraftCursors | None = None
+        self.cursors: SlotCursors | DraftCursors | None = None
 
-    def _slots(self) -> SlotCursors:
-        """The cursors, made anew when vLLM has made a new cache."""
+    def _slots(self) -> Any:
+        """The cursors (``DraftCursors`` with drafts), made anew when vLLM has made a new cache."""
         state, config = self.layer.kv_cache[1], self.layer.config
         if self.cursors is None or self.cursors.slots != state.shape[0]:
-            self.cursors = SlotCursors(
-                state.shape[0],
-                config.buffer_len,
-                stagger=config.stagger,
-                seed=config.seed,
-                device=state.device,
-            )
+            sizes = (state.shape[0], config.buffer_len)
+            how = {"stagger": config.stagger, "seed": config.seed, "device": state.device}
+            if self.drafts:
+                self.cursors = DraftCursors(*sizes, self.drafts, **how)
+            else:
+                self.cursors = SlotCursors(*sizes, **how)
         return self.cursors
-
-    def _draft_slots(self) -> DraftCursors:
-        state, config = self.layer.kv_cache[1], self.layer.config
-        if self.draft_cursors is None or self.draft_cursors.slots != state.shape[0]:
-            self.draft_cursors = DraftCursors(
-                state.shape[0],
-                config.buffer_len,
-                self.drafts,
-                stagger=config.stagger,
-                seed=config.seed,
-                device=state.device,
-            )
-        return self.draft_cursors
 
     def _keys(self, rows: slice | torch.Tensor) -> torch.Tensor | None:
         """Keys of the rows, given by their place in the batch."""
@@ -141,7 +126,7 @@ class RowPlanner:
         width = max(1, int(counts.max()))
         step = self.verify_buffers.step(rows, width)
         keys = self._keys(slice(rows) if where is None else where)
-        self._draft_slots().verify(step, blocks, seq_lens[:rows], starts, keys)
+        self._slots().verify(step, blocks, seq_lens[:rows], starts, keys)
         if tokens != rows * width:
             step.gather, step.scatter = ragged(step.starts, counts, width)
         return step
@@ -159,7 +144,7 @@ class RowPlanner:
         """
         lens, keys = seq_lens[rows], self._keys(rows)
         if self.drafts:
-            return self._draft_slots().prefill(blocks, lens, starts.diff(), keys)
+            return self._slots().prefill(blocks, lens, starts.diff(), keys)
         return self._slots().prefill(blocks, lens, starts.diff(), keys), None
 
     def moved(self, rows: StepRows | None, blocks: torch.Tensor | None) -> StepRows | None:

@@ -40,7 +40,9 @@ def _int_code(
 ):  # fmt: skip
     i = tl.arange(0, SIZE)
     x, r = tl.load(x_ptr + i), tl.load(r_ptr + i)
-    tl.store(out_ptr + i, planes.int_code(x, r, TOP, SR, BITS))
+    words = (r,) + planes.byte_places(r < 0)  # a random number each
+    bits = planes.integer_bits(x, words, 0, TOP, 0, SR, BITS, True)
+    tl.store(out_ptr + i, bits - 0x4B400000)
 
 
 @triton.jit
