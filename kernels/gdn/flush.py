@@ -186,7 +186,7 @@ def _fold_dot(
     values, tops, high, low, natural, natural_low, w_high, w_low, until, total, ring_v, v_now,
     valid, i_t,
     HV: tl.constexpr, V: tl.constexpr, WP: tl.constexpr, LP: tl.constexpr,
-    OPERAND: tl.constexpr, WARPS: tl.constexpr,
+    OPERAND: tl.constexpr, WARPS: tl.constexpr, NEW: tl.constexpr,
 ):  # fmt: skip
     """The whole window at once: e^(G_n) U + [(v - e^G U k) W^T] k; see ``prepare``.
 
@@ -222,8 +222,9 @@ def _fold_dot(
     v = tl.load(
         ring_v + token * (HV * V) + stacked, mask=(token < valid) & (stacked < V), other=0.0
     ).to(tl.float32)
-    new = tl.load(v_now + stacked, mask=stacked < V, other=0.0).to(ring_v.dtype.element_ty)
-    v = tl.where(token == valid, new.to(tl.float32), v)
+    if NEW:
+        new = tl.load(v_now + stacked, mask=stacked < V, other=0.0).to(ring_v.dtype.element_ty)
+        v = tl.where(token == valid, new.to(tl.float32), v)
     # as one fma, and below too: what a compiler fuses differs from kernel to kernel
     rest = tl.fma(-read, tl.load(until + token), v)
     largest = tl.max(tl.abs(rest), 1, keep_dims=True)
@@ -265,9 +266,12 @@ def _fold_tile(
     COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
     UPDATE: tl.constexpr, OUTPUT: tl.constexpr, HAS_COPY: tl.constexpr,
     SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
-    DOT: tl.constexpr, LP: tl.constexpr, WARPS: tl.constexpr,
+    DOT: tl.constexpr, LP: tl.constexpr, WARPS: tl.constexpr, NEW: tl.constexpr = True,
 ):  # fmt: skip
-    """Fold the window into a fetched tile, store it and its y; what ``encode_state`` fetches."""
+    """Fold the window into a fetched tile, store it and its y; what ``encode_state`` fetches.
+
+    Without NEW the step brings no token, and there is no y.
+    """
     W: tl.constexpr = K // 8
     OPERAND: tl.constexpr = operand_of(UPDATE)
     RAW: tl.constexpr = DOT and OPERAND == "row"
@@ -290,7 +294,7 @@ def _fold_tile(
             values, tops, high_ptr, low_key_ptr,
             high_ptr + LP * 8 * WP, low_key_ptr + LP * 8 * WP,
             w_high_ptr, w_low_ptr, until_ptr, tl.load(total_ptr), ring_v, v_now, valid, i_t,
-            HV, V, WP, LP, OPERAND, WARPS,
+            HV, V, WP, LP, OPERAND, WARPS, NEW,
         )  # fmt: skip
     else:
         values = _fold_ring(
@@ -299,19 +303,21 @@ def _fold_tile(
             ring_beta_ptr + slot * ring_beta_stride + i_h,
             valid, pair, column, row_ok, column_ok, HV, V, K, GW,
         )  # fmt: skip
-        even, odd = _load_rows(v_now, pair, row_ok)
-        held = ring_v_ptr.dtype.element_ty  # a flush sees what a ring would have kept
-        v = (even.to(held).to(tl.float32), odd.to(held).to(tl.float32))
-        k = _load_planes(keys_ptr + valid * K, column, column_ok, W)
-        decay = _decays(gate_ptr, column, column_ok, W, GW)
-        values = _fold_token(values, k, decay, tl.load(rate_ptr), v, GW)
-    q = _load_planes(query_ptr, column, column_ok, W)
-    for p in tl.static_range(2):
-        dot = values[p * 8] * q[0]
-        for e in tl.static_range(1, 8):
-            dot += values[p * 8 + e] * q[e]
-        y = y_ptr + i_b * y_stride + i_h * V + 2 * pair + p
-        tl.store(y, tl.sum(dot, 1).to(y_ptr.dtype.element_ty), mask=row_ok[p])
+        if NEW:
+            even, odd = _load_rows(v_now, pair, row_ok)
+            held = ring_v_ptr.dtype.element_ty  # a flush sees what a ring would have kept
+            v = (even.to(held).to(tl.float32), odd.to(held).to(tl.float32))
+            k = _load_planes(keys_ptr + valid * K, column, column_ok, W)
+            decay = _decays(gate_ptr, column, column_ok, W, GW)
+            values = _fold_token(values, k, decay, tl.load(rate_ptr), v, GW)
+    if NEW:
+        q = _load_planes(query_ptr, column, column_ok, W)
+        for p in tl.static_range(2):
+            dot = values[p * 8] * q[0]
+            for e in tl.static_range(1, 8):
+                dot += values[p * 8 + e] * q[e]
+            y = y_ptr + i_b * y_stride + i_h * V + 2 * pair + p
+            tl.store(y, tl.sum(dot, 1).to(y_ptr.dtype.element_ty), mask=row_ok[p])
     return encode_state(
         values, key, position, layer,
         i_h + head_offset, pair, column, row_ok, column_ok, code, low, scales, tiles,
@@ -367,6 +373,83 @@ def flush_tile(
 
 
 @triton.jit
+def flush_run(
+    i_b, start, last,
+    keys_ptr, query_ptr, gate_ptr, rate_ptr, v_ptr,  # see prepare_kernel
+    high_ptr, low_key_ptr, w_high_ptr, w_low_ptr, until_ptr, total_ptr,  # with DOT
+    ring_v_ptr, ring_g_ptr, ring_beta_ptr,  # at slot 0
+    slot_ptr, valid_ptr, position_ptr, key_ptr, y_ptr,  # [b], y [b, HV, V]
+    code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
+    v_stride, y_stride, ring_v_stride, ring_g_stride, ring_beta_stride,
+    code_stride, low_stride, scale_stride, tile_stride,
+    copy_stride, copy_scale_stride, copy_tile_stride,
+    layer, head_offset,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
+    WP: tl.constexpr, PER: tl.constexpr, GW: tl.constexpr,
+    CODE_HEAD: tl.constexpr, LOW_HEAD: tl.constexpr, SCALE_HEAD: tl.constexpr,
+    COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
+    UPDATE: tl.constexpr, OUTPUT: tl.constexpr, HAS_COPY: tl.constexpr,
+    SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
+    DOT: tl.constexpr, LP: tl.constexpr, WARPS: tl.constexpr, NEW: tl.constexpr,
+):  # fmt: skip
+    """Fold tiles start .. last (each 16 rows of a value head) of batch row i_b.
+
+    The next tile is asked for while one is worked on. Without NEW the step brings no token.
+    """
+    column = tl.arange(0, WP)
+    column_ok = column < K // 8
+    slot = tl.load(slot_ptr + i_b).to(tl.int64)
+    valid = tl.load(valid_ptr + i_b)
+    key = tl.load(key_ptr + i_b)
+    position = tl.load(position_ptr + i_b)
+    i_h, i_t = start // TILES, start % TILES
+    pair = tl.arange(0, PAIRS) + i_t * PAIRS
+    row_ok = (2 * pair < V, 2 * pair + 1 < V)
+    words = fetch_tile(
+        pair, column, row_ok, column_ok, code_ptr + slot * code_stride + i_h * CODE_HEAD,
+        low_ptr + slot * low_stride + i_h * LOW_HEAD,
+        scale_ptr + slot * scale_stride + i_h * SCALE_HEAD, UPDATE, V, K,
+    )  # fmt: skip
+    tile = fetch_tile_scale(pair, tile_ptr + slot * tile_stride + i_h * TILES, UPDATE)
+    for unit in range(start, last + 1):
+        i_h, i_t = unit // TILES, unit % TILES
+        after = tl.minimum(unit + 1, last)
+        n_h = after // TILES
+        next_pair = after % TILES * PAIRS + tl.arange(0, PAIRS)
+        following = (
+            next_pair, (2 * next_pair < V, 2 * next_pair + 1 < V),
+            code_ptr + slot * code_stride + n_h * CODE_HEAD,
+            low_ptr + slot * low_stride + n_h * LOW_HEAD,
+            scale_ptr + slot * scale_stride + n_h * SCALE_HEAD,
+        )  # fmt: skip
+        past = tl.minimum(tl.arange(0, LP), tl.maximum(valid - 1, 0))
+        row = n_h * V + after % TILES * (2 * PAIRS)
+        prefetch(ring_v_ptr + slot * ring_v_stride + row + past * (HV * V))
+        if NEW:
+            prefetch(v_ptr + i_b * v_stride + row + tl.arange(0, 1))
+        head = i_b * HV + i_h
+        key_head = i_b * HK + i_h // PER
+        words = _fold_tile(
+            words, tile, following, key, position, i_b, i_h, i_t, slot, valid,
+            keys_ptr + key_head * (L * K), query_ptr + key_head * K,
+            gate_ptr + head * GW, rate_ptr + head, v_ptr,
+            high_ptr + key_head * (2 * LP * 8 * WP),
+            low_key_ptr + key_head * (2 * LP * 8 * WP),
+            w_high_ptr + head * (LP * LP), w_low_ptr + head * (LP * LP),
+            until_ptr + head * LP, total_ptr + head,
+            ring_v_ptr, ring_g_ptr, ring_beta_ptr, y_ptr,
+            code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
+            v_stride, y_stride, ring_v_stride, ring_g_stride, ring_beta_stride,
+            code_stride, low_stride, scale_stride, tile_stride,
+            copy_stride, copy_scale_stride, copy_tile_stride, layer, head_offset,
+            HV, K, V, WP, GW,
+            CODE_HEAD, LOW_HEAD, SCALE_HEAD, COPY_HEAD, COPY_SCALE_HEAD, TILES,
+            UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, DOT, LP, WARPS, NEW,
+        )  # fmt: skip
+        tile = fetch_tile_scale(next_pair, tile_ptr + slot * tile_stride + n_h * TILES, UPDATE)
+
+
+@triton.jit
 def flush_kernel(
     list_ptr, keys_ptr, query_ptr, gate_ptr, rate_ptr, v_ptr,  # see prepare_kernel
     high_ptr, low_key_ptr, w_high_ptr, w_low_ptr, until_ptr, total_ptr,  # with DOT
@@ -392,63 +475,22 @@ def flush_kernel(
     """
     mine, programs = tl.program_id(0), tl.num_programs(0)
     EACH: tl.constexpr = HV * TILES
-    column = tl.arange(0, WP)
-    column_ok = column < K // 8
     units = tl.load(list_ptr) * EACH
     run = tl.cdiv(units, programs)
     first, end = mine * run, tl.minimum((mine + 1) * run, units)
     for number in range(first // EACH, tl.cdiv(end, EACH)):  # of the listed batch rows
-        i_b = tl.load(list_ptr + 1 + number).to(tl.int64)
-        slot = tl.load(slot_ptr + i_b).to(tl.int64)
-        valid = tl.load(valid_ptr + i_b)
-        key = tl.load(key_ptr + i_b)
-        position = tl.load(position_ptr + i_b)
-        start = tl.maximum(first - number * EACH, 0)
-        last = tl.minimum(end - number * EACH, EACH) - 1
-        i_h, i_t = start // TILES, start % TILES
-        pair = tl.arange(0, PAIRS) + i_t * PAIRS
-        row_ok = (2 * pair < V, 2 * pair + 1 < V)
-        words = fetch_tile(
-            pair, column, row_ok, column_ok, code_ptr + slot * code_stride + i_h * CODE_HEAD,
-            low_ptr + slot * low_stride + i_h * LOW_HEAD,
-            scale_ptr + slot * scale_stride + i_h * SCALE_HEAD, UPDATE, V, K,
+        flush_run(
+            tl.load(list_ptr + 1 + number).to(tl.int64),
+            tl.maximum(first - number * EACH, 0), tl.minimum(end - number * EACH, EACH) - 1,
+            keys_ptr, query_ptr, gate_ptr, rate_ptr, v_ptr, high_ptr, low_key_ptr, w_high_ptr,
+            w_low_ptr, until_ptr, total_ptr, ring_v_ptr, ring_g_ptr, ring_beta_ptr, slot_ptr,
+            valid_ptr, position_ptr, key_ptr, y_ptr, code_ptr, low_ptr, scale_ptr, tile_ptr,
+            copy_ptr, copy_scale_ptr, copy_tile_ptr, v_stride, y_stride, ring_v_stride,
+            ring_g_stride, ring_beta_stride, code_stride, low_stride, scale_stride, tile_stride,
+            copy_stride, copy_scale_stride, copy_tile_stride, layer, head_offset, HK, HV, K, V, L,
+            WP, PER, GW, CODE_HEAD, LOW_HEAD, SCALE_HEAD, COPY_HEAD, COPY_SCALE_HEAD, TILES,
+            UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, DOT, LP, WARPS, True,
         )  # fmt: skip
-        tile = fetch_tile_scale(pair, tile_ptr + slot * tile_stride + i_h * TILES, UPDATE)
-        for unit in range(start, last + 1):
-            i_h, i_t = unit // TILES, unit % TILES
-            after = tl.minimum(unit + 1, last)
-            n_h = after // TILES
-            next_pair = after % TILES * PAIRS + tl.arange(0, PAIRS)
-            following = (
-                next_pair, (2 * next_pair < V, 2 * next_pair + 1 < V),
-                code_ptr + slot * code_stride + n_h * CODE_HEAD,
-                low_ptr + slot * low_stride + n_h * LOW_HEAD,
-                scale_ptr + slot * scale_stride + n_h * SCALE_HEAD,
-            )  # fmt: skip
-            past = tl.minimum(tl.arange(0, LP), tl.maximum(valid - 1, 0))
-            row = n_h * V + after % TILES * (2 * PAIRS)
-            prefetch(ring_v_ptr + slot * ring_v_stride + row + past * (HV * V))
-            prefetch(v_ptr + i_b * v_stride + row + tl.arange(0, 1))
-            head = i_b * HV + i_h
-            key_head = i_b * HK + i_h // PER
-            words = _fold_tile(
-                words, tile, following, key, position, i_b, i_h, i_t, slot, valid,
-                keys_ptr + key_head * (L * K), query_ptr + key_head * K,
-                gate_ptr + head * GW, rate_ptr + head, v_ptr,
-                high_ptr + key_head * (2 * LP * 8 * WP),
-                low_key_ptr + key_head * (2 * LP * 8 * WP),
-                w_high_ptr + head * (LP * LP), w_low_ptr + head * (LP * LP),
-                until_ptr + head * LP, total_ptr + head,
-                ring_v_ptr, ring_g_ptr, ring_beta_ptr, y_ptr,
-                code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
-                v_stride, y_stride, ring_v_stride, ring_g_stride, ring_beta_stride,
-                code_stride, low_stride, scale_stride, tile_stride,
-                copy_stride, copy_scale_stride, copy_tile_stride, layer, head_offset,
-                HV, K, V, WP, GW,
-                CODE_HEAD, LOW_HEAD, SCALE_HEAD, COPY_HEAD, COPY_SCALE_HEAD, TILES,
-                UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, DOT, LP, WARPS,
-            )  # fmt: skip
-            tile = fetch_tile_scale(next_pair, tile_ptr + slot * tile_stride + n_h * TILES, UPDATE)
 
 
 @triton.jit

@@ -93,12 +93,13 @@ def window_system(
     k, valid, sign_ptr, ring_k, ring_rk, ring_g, ring_beta, gate, rate,
     high, low, w_high, w_low, until, total,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, PER: tl.constexpr,
-    ROTATE: tl.constexpr, LP: tl.constexpr, WARPS: tl.constexpr,
+    ROTATE: tl.constexpr, LP: tl.constexpr, WARPS: tl.constexpr, NEW: tl.constexpr = True,
 ):  # fmt: skip
     """Keys of the window (ring and the new key k [1, KP]) and the solved system of PER value heads.
 
     ring_k and ring_rk point at the key head's first token, ring_g, ring_beta, gate and rate at the
-    first value head; the rest at what is written for them (``prepare_kernel``).
+    first value head; the rest at what is written for them (``prepare_kernel``). Without NEW the
+    window is the ring's alone.
     """
     n = tl.multiple_of(tl.arange(0, KP), 4)[None, :]  # no wider loads: four neighbours a lane
     for start in range(0, LP, 4):
@@ -108,7 +109,9 @@ def window_system(
             mask=(some < valid)[:, None] & (n < K), other=0.0,
         )  # fmt: skip
         rk = tl.load(ring_rk + some * HK, mask=some < valid, other=0.0)
-        keys = tl.where((some == valid)[:, None], k, keys.to(tl.float32) * rk[:, None])
+        keys = keys.to(tl.float32) * rk[:, None]
+        if NEW:
+            keys = tl.where((some == valid)[:, None], k, keys)
         if ROTATE:
             keys = rotate_rows(keys, sign_ptr, 4, K, KP, True)
         key_high, key_low = halves(keys)
@@ -125,10 +128,13 @@ def window_system(
     for h in range(PER):
         g = tl.load(ring_g + token * HV + h, mask=old, other=0.0)
         beta = tl.load(ring_beta + token * HV + h, mask=old, other=0.0)
-        g = tl.where(token == valid, tl.load(gate + h), g)
-        beta = tl.where(token == valid, tl.load(rate + h), beta)
+        used = valid
+        if NEW:
+            g = tl.where(token == valid, tl.load(gate + h), g)
+            beta = tl.where(token == valid, tl.load(rate + h), beta)
+            used = valid + 1
         _solve(
-            gram, g, beta, valid + 1, w_high + h * (LP * LP), w_low + h * (LP * LP),
+            gram, g, beta, used, w_high + h * (LP * LP), w_low + h * (LP * LP),
             until + h * LP, total + h, LP,
         )  # fmt: skip
 

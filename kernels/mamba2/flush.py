@@ -50,28 +50,31 @@ def window_rows(
     LP: tl.constexpr, PER: tl.constexpr, PERP: tl.constexpr,
     TERMS: tl.constexpr, WARPS: tl.constexpr,
     ROTATE: tl.constexpr, BLOCK: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    NEW: tl.constexpr = True,
 ):  # fmt: skip
     """What PER heads from ``first`` on, of group i_g, share in the flush of row i_b.
 
     Written at weight_ptr [PER, LP], decay_ptr [PER], window_ptr [TERMS, LP, 8 WP] and vector_ptr
-    [N]; inputs as in ``window_kernel``. Any number of warps writes the same bits.
+    [N]; inputs as in ``window_kernel``. Any number of warps writes the same bits. Without NEW the
+    window is the ring's alone: no token of the step, and no vector.
     """
     token, n = tl.arange(0, LP), tl.arange(0, NP)
     # each head's dt, decays and weights: exp(a - a_j) dt_j, and exp(a) of the whole window
     head = tl.arange(0, PERP)
     head_ok = head < PER
-    dt_now = tl.load(dt_ptr + i_b * dt_stride + first + head, mask=head_ok, other=0.0)
-    dt_now = dt_now.to(tl.float32)
-    if HAS_BIAS:
-        dt_now += tl.load(bias_ptr + first + head, mask=head_ok, other=0.0).to(tl.float32)
-    if SOFTPLUS:
-        dt_now = softplus(dt_now)
     ring_dt = ring_dt_ptr + slot * ring_dt_stride + first
     at = ring_dt + token[None, :] * H + head[:, None]
     dt = tl.load(at, mask=(token < valid)[None, :] & head_ok[:, None], other=0.0)
-    dt = tl.where((token == valid)[None, :] & head_ok[:, None], dt_now[:, None], dt)
     later = tl.load(at + H, mask=(token + 1 < valid)[None, :] & head_ok[:, None], other=0.0)
-    later = tl.where((token + 1 == valid)[None, :] & head_ok[:, None], dt_now[:, None], later)
+    if NEW:
+        dt_now = tl.load(dt_ptr + i_b * dt_stride + first + head, mask=head_ok, other=0.0)
+        dt_now = dt_now.to(tl.float32)
+        if HAS_BIAS:
+            dt_now += tl.load(bias_ptr + first + head, mask=head_ok, other=0.0).to(tl.float32)
+        if SOFTPLUS:
+            dt_now = softplus(dt_now)
+        dt = tl.where((token == valid)[None, :] & head_ok[:, None], dt_now[:, None], dt)
+        later = tl.where((token + 1 == valid)[None, :] & head_ok[:, None], dt_now[:, None], later)
     A = tl.load(A_ptr + first + head, mask=head_ok, other=0.0).to(tl.float32)[:, None]
     decay = dt * A
     # sums of what comes after a token, none a difference: no exponent is positive
@@ -82,24 +85,28 @@ def window_rows(
     tl.store(weight_ptr + at, weight, mask=head_ok[:, None])
     tl.store(decay_ptr + head, tl.exp(tl.sum(decay.to(tl.float64), 1).to(tl.float32)), mask=head_ok)
     # the group's C and B
-    C = tl.load(C_ptr + i_b * C_stride + i_g * N + n, mask=n < N, other=0.0)
-    if not ROTATE:
-        tl.store(vector_ptr + n, C.to(tl.float32), mask=n < N)
+    if NEW:
+        C = tl.load(C_ptr + i_b * C_stride + i_g * N + n, mask=n < N, other=0.0)
+        if not ROTATE:
+            tl.store(vector_ptr + n, C.to(tl.float32), mask=n < N)
     ring_B = ring_B_ptr + slot * ring_B_stride + i_g * N
     inside = (n < N)[None, :]
     B = tl.load(
         ring_B + token[:, None] * (G * N) + n[None, :],
         mask=(token < valid)[:, None] & inside, other=0.0,
     )  # fmt: skip
-    B_now = tl.load(B_ptr + i_b * B_stride + i_g * N + n, mask=n < N, other=0.0).to(B.dtype)
-    B = tl.where((token == valid)[:, None], B_now[None, :], B)
+    if NEW:
+        B_now = tl.load(B_ptr + i_b * B_stride + i_g * N + n, mask=n < N, other=0.0).to(B.dtype)
+        B = tl.where((token == valid)[:, None], B_now[None, :], B)
     if ROTATE:
         CHUNK: tl.constexpr = NP if NP < 64 else 64
-        C = tl.where((token == 0)[:, None], C[None, :], 0.0).to(C_ptr.dtype.element_ty)
+        if NEW:
+            C = tl.where((token == 0)[:, None], C[None, :], 0.0).to(C_ptr.dtype.element_ty)
         for start in range(0, NP, CHUNK):
             mine = start + tl.arange(0, CHUNK)
-            turned = rotate_window(C, rotation_ptr + start, NP, CHUNK) * (BLOCK**-0.5)
-            tl.store(vector_ptr + mine, tl.sum(turned, 0), mask=mine < N)
+            if NEW:
+                turned = rotate_window(C, rotation_ptr + start, NP, CHUNK) * (BLOCK**-0.5)
+                tl.store(vector_ptr + mine, tl.sum(turned, 0), mask=mine < N)
             part = rotate_window(B, rotation_ptr + start, NP, CHUNK) * (BLOCK**-0.5)
             store_terms(window_ptr, part, mine, N, WP, LP, TERMS, WARPS)
     else:
@@ -168,7 +175,7 @@ def store_terms(
 @triton.jit
 def weighted_pairs(
     ring_x, x_now, weight_ptr, valid, i_t, FIRST: tl.constexpr,
-    H: tl.constexpr, R: tl.constexpr,
+    H: tl.constexpr, R: tl.constexpr, NEW: tl.constexpr,
 ):  # fmt: skip
     """Weighted x of sixteen tokens from FIRST on, as ``fold.left_operands`` wants it."""
     place = tl.arange(0, 16)
@@ -179,10 +186,11 @@ def weighted_pairs(
         token = FIRST + token_of(place) + e
         weight = tl.load(weight_ptr + token)[None, :]
         inside = (token < valid)[None, :] & row_ok
-        past = tl.load(ring_x + token[None, :] * (H * R) + row, mask=inside, other=0.0)
-        inside = (token == valid)[None, :] & row_ok
-        now = tl.load(x_now + row, mask=inside, other=0.0).to(past.dtype)
-        x = tl.where((token == valid)[None, :], now, past)
+        x = tl.load(ring_x + token[None, :] * (H * R) + row, mask=inside, other=0.0)
+        if NEW:
+            inside = (token == valid)[None, :] & row_ok
+            now = tl.load(x_now + row, mask=inside, other=0.0).to(x.dtype)
+            x = tl.where((token == valid)[None, :], now, x)
         out = out + (x.to(tl.float32) * weight,)
     return out
 
@@ -199,9 +207,12 @@ def fold_tile(
     LP: tl.constexpr, TERMS: tl.constexpr, LEFT: tl.constexpr, WARPS: tl.constexpr,
     UPDATE: tl.constexpr, OUTPUT: tl.constexpr, HAS_COPY: tl.constexpr,
     SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
-    D_ROWS: tl.constexpr, HAS_Z: tl.constexpr,
+    D_ROWS: tl.constexpr, HAS_Z: tl.constexpr, NEW: tl.constexpr = True,
 ):  # fmt: skip
-    """Fold the window into a fetched tile, store it and its y; what ``encode_state`` fetches."""
+    """Fold the window into a fetched tile, store it and its y; what ``encode_state`` fetches.
+
+    Without NEW the step brings no token, and there is no y.
+    """
     W: tl.constexpr = N // 8
     column, token = tl.arange(0, WP), tl.arange(0, LP)
     column_ok = column < W
@@ -212,7 +223,7 @@ def fold_tile(
         lefts = ()
         for k in tl.static_range(LP // 16):
             first, second = weighted_pairs(
-                ring_x, x_ptr + inputs, weight_ptr, valid, i_t, k * 16, H, R
+                ring_x, x_ptr + inputs, weight_ptr, valid, i_t, k * 16, H, R, NEW
             )
             lefts = lefts + left_operands(first, second, LEFT)
         values = add_fragments(values, tl.load(decay_ptr), lefts, window_ptr, LP, LEFT, TERMS)
@@ -222,23 +233,25 @@ def fold_tile(
             ring_x + token[:, None] * (H * R) + row[None, :],
             mask=(token < valid)[:, None] & (row < R)[None, :], other=0.0,
         )  # fmt: skip
-        x_now = tl.load(x_ptr + inputs + row, mask=row < R, other=0.0).to(x.dtype)
-        x = tl.where((token == valid)[:, None], x_now[None, :], x).to(tl.float32)
-        left = stack_rows(x * tl.load(weight_ptr + token)[:, None], LP)
+        if NEW:
+            x_now = tl.load(x_ptr + inputs + row, mask=row < R, other=0.0).to(x.dtype)
+            x = tl.where((token == valid)[:, None], x_now[None, :], x)
+        left = stack_rows(x.to(tl.float32) * tl.load(weight_ptr + token)[:, None], LP)
         values = add_window(
             values, tl.load(decay_ptr), left, window_ptr, WP, LP, WARPS, LEFT, TERMS
         )
-    ys = (values[0] * 0.0, values[8] * 0.0)
-    for i in tl.static_range(8):
-        c = vector_ptr + i * W + column
-        c = tl.load(c) if W == WP else tl.load(c, mask=column_ok, other=0.0)
-        ys = (ys[0] + values[i] * c[None, :], ys[1] + values[8 + i] * c[None, :])
-    for p in tl.static_range(2):
-        finish(
-            tl.sum(ys[p], 1), i_b, i_h, 2 * pair + p, row_ok[p], inputs,
-            x_ptr, z_ptr, y_ptr, D_ptr, ring_x_ptr, z_stride, y_stride,
-            R, D_ROWS, HAS_Z,
-        )  # fmt: skip
+    if NEW:
+        ys = (values[0] * 0.0, values[8] * 0.0)
+        for i in tl.static_range(8):
+            c = vector_ptr + i * W + column
+            c = tl.load(c) if W == WP else tl.load(c, mask=column_ok, other=0.0)
+            ys = (ys[0] + values[i] * c[None, :], ys[1] + values[8 + i] * c[None, :])
+        for p in tl.static_range(2):
+            finish(
+                tl.sum(ys[p], 1), i_b, i_h, 2 * pair + p, row_ok[p], inputs,
+                x_ptr, z_ptr, y_ptr, D_ptr, ring_x_ptr, z_stride, y_stride,
+                R, D_ROWS, HAS_Z,
+            )  # fmt: skip
     return encode_state(
         values, key, position, layer,
         i_h + head_offset, pair, column, row_ok, column_ok, code, low, scales, tiles,
@@ -288,6 +301,84 @@ def flush_tile(
 
 
 @triton.jit
+def flush_run(
+    i_b, start, last,
+    x_ptr, z_ptr, y_ptr, D_ptr,
+    slot_ptr, valid_ptr, position_ptr, key_ptr,
+    ring_x_ptr, weight_ptr, decay_ptr, window_ptr, vector_ptr,  # see window_kernel
+    code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
+    x_stride, z_stride, y_stride, ring_x_stride,
+    code_stride, low_stride, scale_stride, tile_stride,
+    copy_stride, copy_scale_stride, copy_tile_stride,
+    layer, head_offset,
+    H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, WP: tl.constexpr,
+    LP: tl.constexpr, TERMS: tl.constexpr, LEFT: tl.constexpr, WARPS: tl.constexpr,
+    CODE_HEAD: tl.constexpr, LOW_HEAD: tl.constexpr, SCALE_HEAD: tl.constexpr,
+    COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
+    UPDATE: tl.constexpr, OUTPUT: tl.constexpr, HAS_COPY: tl.constexpr,
+    SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
+    D_ROWS: tl.constexpr, HAS_Z: tl.constexpr, NEW: tl.constexpr,
+):  # fmt: skip
+    """Fold tiles start .. last (each 16 rows of a head) of batch row i_b.
+
+    The next tile is loaded while one is stored. Without NEW the step brings no token.
+    """
+    column = tl.arange(0, WP)
+    column_ok = column < N // 8
+    slot = tl.load(slot_ptr + i_b).to(tl.int64)
+    valid = tl.load(valid_ptr + i_b)
+    key = tl.load(key_ptr + i_b)
+    position = tl.load(position_ptr + i_b)
+    code = code_ptr + slot * code_stride
+    low = low_ptr + slot * low_stride
+    scales = scale_ptr + slot * scale_stride
+    tiles = tile_ptr + slot * tile_stride
+    copy = copy_ptr + slot * copy_stride
+    copy_scale = copy_scale_ptr + slot * copy_scale_stride
+    copy_tile = copy_tile_ptr + slot * copy_tile_stride
+    ring_x = ring_x_ptr + slot * ring_x_stride
+    weights = weight_ptr + i_b * (H * LP)
+    decays = decay_ptr + i_b * H
+    windows = window_ptr + i_b * (G * TERMS * LP * 8 * WP)
+    vectors = vector_ptr + i_b * (G * N)
+    i_h, i_t = start // TILES, start % TILES
+    pair = tl.arange(0, PAIRS) + i_t * PAIRS
+    row_ok = (2 * pair < R, 2 * pair + 1 < R)
+    words = fetch_tile(
+        pair, column, row_ok, column_ok, code + i_h * CODE_HEAD, low + i_h * LOW_HEAD,
+        scales + i_h * SCALE_HEAD, UPDATE, R, N,
+    )  # fmt: skip
+    tile = fetch_tile_scale(pair, tiles + i_h * TILES, UPDATE)
+    for unit in range(start, last + 1):
+        i_h, i_t = unit // TILES, unit % TILES
+        after = tl.minimum(unit + 1, last)
+        n_h = after // TILES
+        next_pair = after % TILES * PAIRS + tl.arange(0, PAIRS)
+        following = (
+            next_pair, (2 * next_pair < R, 2 * next_pair + 1 < R),
+            code + n_h * CODE_HEAD, low + n_h * LOW_HEAD, scales + n_h * SCALE_HEAD,
+        )  # fmt: skip
+        past = tl.minimum(tl.arange(0, LP), tl.maximum(valid - 1, 0))
+        row = n_h * R + after % TILES * (2 * PAIRS)
+        prefetch(ring_x + row + past * (H * R))
+        if NEW:
+            prefetch(x_ptr + i_b * x_stride + row + tl.arange(0, 1))
+        i_g = i_h // (H // G)
+        words = fold_tile(
+            words, tile, following, i_b, i_h, i_t, key, position, valid,
+            ring_x + i_h * R, i_b * x_stride + i_h * R,
+            x_ptr, z_ptr, y_ptr, D_ptr, ring_x_ptr, weights + i_h * LP, decays + i_h,
+            windows + i_g * (TERMS * LP * 8 * WP), vectors + i_g * N,
+            code + i_h * CODE_HEAD, low + i_h * LOW_HEAD, scales + i_h * SCALE_HEAD,
+            tiles + i_h * TILES, copy + i_h * COPY_HEAD, copy_scale + i_h * COPY_SCALE_HEAD,
+            copy_tile + i_h * TILES,
+            z_stride, y_stride, layer, head_offset, H, R, N, WP, LP, TERMS, LEFT, WARPS,
+            UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, D_ROWS, HAS_Z, NEW,
+        )  # fmt: skip
+        tile = fetch_tile_scale(next_pair, tiles + n_h * TILES, UPDATE)
+
+
+@triton.jit
 def flush_kernel(
     x_ptr, z_ptr, y_ptr, D_ptr,
     slot_ptr, valid_ptr, position_ptr, key_ptr, list_ptr,
@@ -312,65 +403,23 @@ def flush_kernel(
     """
     mine, programs = tl.program_id(0), tl.num_programs(0)
     EACH: tl.constexpr = H * TILES
-    column = tl.arange(0, WP)
-    column_ok = column < N // 8
     units = tl.load(list_ptr) * EACH
     run = tl.cdiv(units, programs)
     first, end = mine * run, tl.minimum((mine + 1) * run, units)
     for number in range(first // EACH, tl.cdiv(end, EACH)):  # of the listed batch rows
-        i_b = tl.load(list_ptr + 1 + number).to(tl.int64)
-        slot = tl.load(slot_ptr + i_b).to(tl.int64)
-        valid = tl.load(valid_ptr + i_b)
-        key = tl.load(key_ptr + i_b)
-        position = tl.load(position_ptr + i_b)
-        code = code_ptr + slot * code_stride
-        low = low_ptr + slot * low_stride
-        scales = scale_ptr + slot * scale_stride
-        tiles = tile_ptr + slot * tile_stride
-        copy = copy_ptr + slot * copy_stride
-        copy_scale = copy_scale_ptr + slot * copy_scale_stride
-        copy_tile = copy_tile_ptr + slot * copy_tile_stride
-        ring_x = ring_x_ptr + slot * ring_x_stride
-        weights = weight_ptr + i_b * (H * LP)
-        decays = decay_ptr + i_b * H
-        windows = window_ptr + i_b * (G * TERMS * LP * 8 * WP)
-        vectors = vector_ptr + i_b * (G * N)
-        start = tl.maximum(first - number * EACH, 0)
-        last = tl.minimum(end - number * EACH, EACH) - 1
-        i_h, i_t = start // TILES, start % TILES
-        pair = tl.arange(0, PAIRS) + i_t * PAIRS
-        row_ok = (2 * pair < R, 2 * pair + 1 < R)
-        words = fetch_tile(
-            pair, column, row_ok, column_ok, code + i_h * CODE_HEAD, low + i_h * LOW_HEAD,
-            scales + i_h * SCALE_HEAD, UPDATE, R, N,
+        flush_run(
+            tl.load(list_ptr + 1 + number).to(tl.int64),
+            tl.maximum(first - number * EACH, 0), tl.minimum(end - number * EACH, EACH) - 1,
+            x_ptr, z_ptr, y_ptr, D_ptr, slot_ptr, valid_ptr, position_ptr, key_ptr,
+            ring_x_ptr, weight_ptr, decay_ptr, window_ptr, vector_ptr,
+            code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
+            x_stride, z_stride, y_stride, ring_x_stride,
+            code_stride, low_stride, scale_stride, tile_stride,
+            copy_stride, copy_scale_stride, copy_tile_stride, layer, head_offset,
+            H, G, R, N, WP, LP, TERMS, LEFT, WARPS,
+            CODE_HEAD, LOW_HEAD, SCALE_HEAD, COPY_HEAD, COPY_SCALE_HEAD, TILES,
+            UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, D_ROWS, HAS_Z, True,
         )  # fmt: skip
-        tile = fetch_tile_scale(pair, tiles + i_h * TILES, UPDATE)
-        for unit in range(start, last + 1):
-            i_h, i_t = unit // TILES, unit % TILES
-            after = tl.minimum(unit + 1, last)
-            n_h = after // TILES
-            next_pair = after % TILES * PAIRS + tl.arange(0, PAIRS)
-            following = (
-                next_pair, (2 * next_pair < R, 2 * next_pair + 1 < R),
-                code + n_h * CODE_HEAD, low + n_h * LOW_HEAD, scales + n_h * SCALE_HEAD,
-            )  # fmt: skip
-            past = tl.minimum(tl.arange(0, LP), tl.maximum(valid - 1, 0))
-            row = n_h * R + after % TILES * (2 * PAIRS)
-            prefetch(ring_x + row + past * (H * R))
-            prefetch(x_ptr + i_b * x_stride + row + tl.arange(0, 1))
-            i_g = i_h // (H // G)
-            words = fold_tile(
-                words, tile, following, i_b, i_h, i_t, key, position, valid,
-                ring_x + i_h * R, i_b * x_stride + i_h * R,
-                x_ptr, z_ptr, y_ptr, D_ptr, ring_x_ptr, weights + i_h * LP, decays + i_h,
-                windows + i_g * (TERMS * LP * 8 * WP), vectors + i_g * N,
-                code + i_h * CODE_HEAD, low + i_h * LOW_HEAD, scales + i_h * SCALE_HEAD,
-                tiles + i_h * TILES, copy + i_h * COPY_HEAD, copy_scale + i_h * COPY_SCALE_HEAD,
-                copy_tile + i_h * TILES,
-                z_stride, y_stride, layer, head_offset, H, R, N, WP, LP, TERMS, LEFT, WARPS,
-                UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, D_ROWS, HAS_Z,
-            )  # fmt: skip
-            tile = fetch_tile_scale(next_pair, tiles + n_h * TILES, UPDATE)
 
 
 FLUSH_PROGRAMS_PER_SM = 16
