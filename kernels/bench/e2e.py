@@ -5,6 +5,8 @@ then each is measured alone, in turn. A measurement is one batch of requests tha
 only engine steps that gave a token to every request of the batch count, so neither prefills nor the
 start and the end of the batch do. Dummy weights say nothing about accuracy.
 
+Every arm runs on the leaner host of ``host``, or, with ``-served``, on vLLM's as it is.
+
 ``--report`` makes the tables of E2E.md from the committed rows instead.
 """
 
@@ -32,6 +34,7 @@ from ..._paths import drop_checkout
 from ...backends.vllm.page import request_bytes
 from ...config import StateConfig
 from ...state.geometry import LayerGeometry, read_geometry
+from . import host
 from .report import _number, _order, _table, _write
 
 NANO_4B = {
@@ -93,12 +96,14 @@ SUFFIXES: dict[str, dict[str, Any]] = {
     "v1": {"runner": "v1"},
     "v2": {"runner": "v2"},
     "bare": {"plugins": "none"},
-    "oneprocess": {"one_process": True},
+    "served": {"host": "served"},
+    "oneprocess": {"host": "oneprocess"},
     "stagger": {"stagger": True},
 }
 """``fp32-v1`` runs an arm under one of vLLM's model runners, ``fp32-bare`` without any plugin,
-``fp32-oneprocess`` with scheduler and model in the process that asks; ``P4+8-stagger`` spreads the
-flushes of a batch over the steps of a window."""
+``P4+8-stagger`` spreads the flushes of a batch over the steps of a window. ``fp32-served`` leaves
+the host to vLLM, scheduler and model in a process of their own; ``fp32-oneprocess`` has them in the
+process that asks, where the leaner host of all other arms is, and changes nothing else."""
 
 SPREAD = (0.0, 0.05, 0.25, 0.75, 0.95, 0.99)
 """Quantiles of the steps in a row: flushes of a whole batch at once show as a second mode."""
@@ -111,6 +116,8 @@ PROMPT = 22
 RESULTS = Path(__file__).parent / "results"
 OP = "e2e_decode_speedup"
 PROFILE = "e2e_profile"
+HOST_PARTS = "e2e_host_parts"
+HOST_PROFILE = "e2e_host_profile"
 BUDGET_GIB = 30
 """Cache in which the tables count the requests that find room."""
 
@@ -127,6 +134,11 @@ def arm_of(name: str) -> dict[str, Any]:
     raise ValueError(
         f"unknown arm '{name}'; known: {', '.join(ARMS)}, each with -{', -'.join(SUFFIXES)} or not"
     )
+
+
+def host_of(arm: Mapping[str, Any]) -> str:
+    """How an arm's host runs: ``lean``, ``oneprocess`` or ``served``."""
+    return arm.get("host", "lean")
 
 
 def page_bytes(layer: LayerGeometry, arm: Mapping[str, Any]) -> int:
@@ -320,13 +332,55 @@ def profile(llm: Any, batch: int, vocab: int, folder: Path) -> dict[str, Any]:
     return read_trace(traces[-1])
 
 
+def profile_host(llm: Any, batch: int, vocab: int) -> dict[str, Any]:
+    """Where the main thread spends its time in ``HOST_STEPS`` decode steps of a batch."""
+    sampler, threads, full = host.Sampler(), {}, 0
+
+    def sample(found: Any) -> None:
+        nonlocal full, threads
+        if len(found.outputs) != batch:
+            return
+        full += 1
+        if full == 8:
+            threads = host.thread_seconds()
+            sampler.__enter__()
+        elif full == 8 + HOST_STEPS:
+            sampler.__exit__()
+            now = host.thread_seconds()
+            threads = {k: (v - threads.get(k, 0.0)) / HOST_STEPS * 1e3 for k, v in now.items()}
+
+    with noting(llm, sample):
+        measure(llm, batch, HOST_STEPS + 16, vocab, warm=0)
+    busy = {k: round(v, 3) for k, v in sorted(threads.items(), key=lambda i: -i[1]) if v > 0.05}
+    step = round(sampler.total / HOST_STEPS * 1e3, 4)
+    return {"steps": HOST_STEPS, "step_ms": step, "threads_ms": busy, **sampler.table(HOST_STEPS)}
+
+
+HOST_STEPS = 150
+"""Steps of the sampling that ``--host-profile`` does."""
+
+
 def measure_point(llm: Any, point: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
-    """The row of a point, which is a batch and tokens, or a batch alone for a profile."""
-    if point["tokens"] is not None:
-        return measure(llm, point["batch"], point["tokens"], job["vocab"])
-    folder = Path(job["engine"]["profiler_config"]["torch_profiler_dir"])
-    row = profile(llm, point["batch"], job["vocab"], folder)
-    return row | {"op": PROFILE, "batch": point["batch"]}
+    """The row of a point: of a batch and its tokens, or of a batch for what else it asks."""
+    batch, kind = point["batch"], point.get("kind", OP)
+    if kind == PROFILE:
+        folder = Path(job["engine"]["profiler_config"]["torch_profiler_dir"])
+        row = profile(llm, batch, job["vocab"], folder)
+    elif kind == HOST_PROFILE:
+        row = profile_host(llm, batch, job["vocab"])
+    else:
+        row = measure(llm, batch, point["tokens"], job["vocab"])
+    parts = {"parts": point["parts"]} if "parts" in point else {}
+    return row | {"op": kind, "batch": batch} | parts
+
+
+def model_runner(llm: Any) -> Any:
+    """vLLM's model runner, if it is in this process."""
+    try:
+        core = llm.llm_engine.engine_core.engine_core
+        return core.model_executor.driver_worker.worker.model_runner
+    except AttributeError:
+        return None
 
 
 def child(job: Mapping[str, Any], row_of: Callable[..., dict[str, Any]] = measure_point) -> None:
@@ -352,7 +406,8 @@ def child(job: Mapping[str, Any], row_of: Callable[..., dict[str, Any]] = measur
     for line in sys.stdin:
         point = json.loads(line)
         try:
-            row = row_of(llm, point, job)
+            with host.lean(point.get("parts", job["parts"]), model_runner(llm)):
+                row = row_of(llm, point, job)
         except (RuntimeError, ValueError) as error:
             row = {**point, "error": str(error)}
         found["rows"].append(row)
@@ -368,7 +423,7 @@ def engine_arguments(model: Path, arm: Mapping[str, Any], args: argparse.Namespa
     length = max_length(args)
     cache = args.cache_gib * 2**30
     if not cache:
-        cache = max(cache_bytes(args.model, arm, b, PROMPT + t) for b, t in args.batches)
+        cache = max(cache_bytes(args.model, arm, b, length) for b in batches)
     profiler: dict[str, Any] = {}
     if args.profile:
         profiler["profiler_config"] = {
@@ -407,7 +462,13 @@ def common_arguments(model: Path, batch: int, cache: int, memory_share: float) -
 
 def max_length(args: argparse.Namespace) -> int:
     """Tokens of the longest request, rounded up to 16."""
-    return 16 * math.ceil((PROMPT + max(tokens for _, tokens in args.batches) + 1) / 16)
+    return 16 * math.ceil((PROMPT + longest(args) + 1) / 16)
+
+
+def longest(args: argparse.Namespace) -> int:
+    """Tokens of the longest response that is asked for."""
+    extra = [PROFILE_STEPS + 16] * args.profile + [HOST_STEPS + 16] * args.host_profile
+    return max([*extra, *(tokens for _, tokens in args.batches)])
 
 
 class Engine:
@@ -424,15 +485,20 @@ class Engine:
         self.name, self.out, self.log = name, folder / f"{name}.json", folder / f"{name}.log"
         self.args, self.arm = args, self.find_arm(name)
         self.engine = self.arguments(model)
-        job = {"engine": self.engine, "vocab": config["vocab_size"], "out": str(self.out)}
+        self.host = host_of(self.arm)
+        job = {
+            "engine": self.engine,
+            "vocab": config["vocab_size"],
+            "out": str(self.out),
+            "parts": list(host.PARTS) if self.host == "lean" else [],
+        }
         env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         env.setdefault("VLLM_TUNED_CONFIG_FOLDER", str(tuned))
         if "runner" in self.arm:
             env["VLLM_USE_V2_MODEL_RUNNER"] = "0" if self.arm["runner"] == "v1" else "1"
         if "plugins" in self.arm:
             env["VLLM_PLUGINS"] = self.arm["plugins"]
-        if "one_process" in self.arm:
-            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if self.host == "served" else "0"
         self.started = time.perf_counter()
         self.start_s, self.asked = 0.0, 0
         self.out.unlink(missing_ok=True)
@@ -466,14 +532,16 @@ class Engine:
             time.sleep(0.3)
         return False
 
-    def measure(self, batch: int, tokens: int | None, deadline: float) -> None:
-        """Let it measure one point (without ``tokens``: take a profile), and wait for it."""
+    def measure(self, point: Mapping[str, Any], deadline: float) -> None:
+        """Let it measure one point, and wait for it."""
         if not self.start_s or self.process.poll() is not None:
             return
+        if point.get("kind") in (HOST_PARTS, HOST_PROFILE) and self.host == "served":
+            return  # the host is in another process
         self.asked += 1
         with contextlib.suppress(OSError):
             assert self.process.stdin is not None
-            self.process.stdin.write(json.dumps({"batch": batch, "tokens": tokens}) + "\n")
+            self.process.stdin.write(json.dumps(point) + "\n")
             self.process.stdin.flush()
         while time.perf_counter() < deadline and self.process.poll() is None:
             if self.out.is_file() and len(json.loads(self.out.read_text())["rows"]) >= self.asked:
@@ -489,6 +557,7 @@ class Engine:
             **self.about(model),
             "model": model,
             "arm": self.name,
+            "host": self.host,
             "weights": "dummy",
             "state": said[1] if said else "plain vLLM",
             "cache_gib": round(self.engine["kv_cache_memory_bytes"] / 2**30, 3),
@@ -532,6 +601,21 @@ def _alone(lock: str | None) -> Iterator[None]:
         yield
 
 
+def points_of(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """What each engine is to measure, in this order."""
+    points: list[dict[str, Any]] = [{"batch": b, "tokens": t} for b, t in args.batches]
+    largest, tokens = max(args.batches)
+    if args.host_parts:
+        names = [[], *([n] for n in host.PARTS), list(host.PARTS)]
+        some = {"batch": largest, "tokens": min(tokens, 120), "kind": HOST_PARTS}
+        points += [some | {"parts": parts} for parts in names]
+    if args.profile:
+        points.append({"batch": largest, "tokens": None, "kind": PROFILE})
+    if args.host_profile:
+        points.append({"batch": largest, "tokens": None, "kind": HOST_PROFILE})
+    return points
+
+
 def run(
     args: argparse.Namespace,
     kind: type[Engine] = Engine,
@@ -557,13 +641,10 @@ def run(
             try:
                 for engine in wave:
                     engine.wait_ready(end)
-                points = [*args.batches]
-                if args.profile:
-                    points.append((max(batch for batch, _ in args.batches), None))
-                for batch, tokens in points:
+                for point in points_of(args):
                     with _alone(args.lock):
                         for engine in wave:
-                            engine.measure(batch, tokens, end)
+                            engine.measure(point, end)
                     rows = [origin | r for engine in wave for r in engine.rows(args.model)]
                     _write(Path(args.out), json.dumps(done + rows, indent=1) + "\n")
                 done += rows
@@ -587,6 +668,11 @@ def _line(row: Mapping[str, Any]) -> str:
         return failure(row)
     if row["op"] == PROFILE:
         return f"{row['arm']}, batch {row['batch']}: GPU busy {row['busy_us'] / row['span_us']:.0%}"
+    if row["op"] == HOST_PROFILE:
+        longest = ", ".join(f"{name} {took:.2f}" for name, took in row["own"][:8])
+        return f"{row['arm']}, batch {row['batch']}: {row['step_ms']:.2f} ms a step: {longest}"
+    if row["op"] == HOST_PARTS:
+        return f"{row['arm']}, parts {row['parts']}: {row['step_ms']:.2f} ms a step"
     return (
         f"{row['arm']} ({row['runner']}, vLLM {row['vllm']}), batch {row['batch']}: "
         f"{row['step_ms']:.2f} ms a step (median {row['median_ms']:.2f}), "
@@ -610,7 +696,14 @@ concurrency" of requests as long as those measured, scaled to a cache of {budget
 Mamba-2 kernel runs with the launches that the kernel benchmark found best, since vLLM has none for
 this head size; its prefill kernels may have been left untuned, which no number here shows.
 
+*Lean host* is the same engine in every arm, plain ones included, with three things changed that
+touch no token and no kernel ([host.py](host.py)): scheduler and model in one process, no look for
+new cache blocks in steps that need none (vLLM's scheduler asks each of seven cache groups for each
+request), and waits that spin instead of sleeping, without garbage collection. *As served* is vLLM's
+own host, untouched. Where the host takes longer than the GPU, a step shows the host.
+
 """
+HOSTS = {"lean": ", lean host", "oneprocess": ", one process", "served": ", as served"}
 TARGETS = (
     ("nemotron-3-nano-4b", "x fp32", 2.2),
     ("nemotron-3-nano-4b", "x replay", 1.4),
@@ -621,8 +714,9 @@ TARGETS = (
 
 def _base(rows: list[dict], row: Mapping[str, Any], arm: str) -> tuple[float | None, str]:
     """(step of a base arm at the row's point, '' or '*' if under another model runner)."""
-    here = [r for r in rows if r["batch"] == row["batch"] and r["tokens"] == row["tokens"]]
-    found = [r for r in here if r["arm"].removesuffix("-v1").removesuffix("-v2") == arm]
+    point = _point(row)
+    names = {arm, f"{arm}-v1", f"{arm}-v2", f"{arm}-served", f"{arm}-oneprocess"}
+    found = [r for r in rows if r["arm"] in names and _point(r) == point]
     same = [r for r in found if r["runner"] == row["runner"]]
     if not found:
         return None, ""
@@ -634,8 +728,12 @@ def _ratio(rows: list[dict], row: Mapping[str, Any], arm: str) -> tuple[float | 
     return (None if step is None else step / row["step_ms"]), mark
 
 
-def _point_table(rows: list[dict], batch: int, tokens: int) -> list[str]:
-    here = [r for r in rows if r["batch"] == batch and r["tokens"] == tokens]
+def _point(row: Mapping[str, Any]) -> tuple[str, int, int]:
+    """What rows must share to be compared: host, batch, tokens."""
+    return row.get("host", "served"), row["batch"], row["tokens"]
+
+
+def _point_table(here: list[dict]) -> list[str]:
     out = []
     for row in here:
         line = [row["arm"], row["runner"], f"{row['tokens_per_s']:,.0f}", f"{row['step_ms']:.2f}"]
@@ -705,30 +803,80 @@ def _profile_table(profiles: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+STAGES = {
+    "scheduler": ".schedule",
+    "its blocks": "allocate_slots",
+    "inputs and launch": "GPUModelRunner.execute_model",
+    "sampling": "GPUModelRunner.sample_tokens",
+    "wait and copy": "Output.get_output",
+    "bookkeeping": ".update_from_output",
+    "answers": ".process_outputs",
+}
+"""Stages of a step on the host, and how the names of their functions end."""
+
+
+def _host_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Milliseconds of a step by parts of the leaner host, and by stages."""
+    parts = [r for r in rows if r["op"] == HOST_PARTS]
+    sampled = [r for r in rows if r["op"] == HOST_PROFILE]
+    lines = []
+    if parts:
+        named = dict.fromkeys(", ".join(r["parts"]) or "none" for r in parts)
+        out = []
+        for arm, batch in dict.fromkeys((r["arm"], r["batch"]) for r in parts):
+            here = [r for r in parts if (r["arm"], r["batch"]) == (arm, batch)]
+            steps = {", ".join(r["parts"]) or "none": r["step_ms"] for r in here}
+            out.append([f"{arm}, batch {batch}", *(_number(steps.get(n)) for n in named)])
+        lines += ["### Parts of the lean host, milliseconds a step in one process", ""]
+        lines += _table(["arm", *named], out)
+    if sampled:
+        out = []
+        for row in sampled:
+            line = [f"{row['arm']}, batch {row['batch']}", f"{row['step_ms']:.2f}"]
+            for end in STAGES.values():
+                took = [ms for name, ms in row["within"] if name.endswith(end)]
+                line.append(_number(max(took, default=None)))
+            out.append(line)
+        lines += ["### Time on the host, milliseconds a step", ""]
+        lines += [
+            "Sampled each millisecond in a pass of its own; a stage holds what it calls, so *its "
+            "blocks* are part of the scheduler. The wait ends when the GPU has finished a step.",
+            "",
+        ]
+        lines += _table(["arm", "step", *STAGES], out)
+    return lines
+
+
 def section(rows: list[dict[str, Any]]) -> list[str]:
     """Tables of one model."""
     failed = [r for r in rows if "error" in r]
     profiles = [r for r in rows if "error" not in r and r["op"] == PROFILE]
+    hosts = [r for r in rows if "error" not in r and r["op"] in (HOST_PARTS, HOST_PROFILE)]
     rows = [r for r in rows if "error" not in r and r["op"] == OP]
     lines = [f"## {(rows or failed or profiles)[0]['model']}", ""]
     lines += heading(rows)
+    points = list(dict.fromkeys(map(_point, rows)))
+    points.sort(key=lambda point: list(HOSTS).index(point[0]))
     targets = []
     for model, column, least in TARGETS:
-        here = [r for r in rows if r["batch"] == 256 and "options" in arm_of(r["arm"])]
-        if not here or model != here[0]["model"]:
-            continue
-        base = "fp32" if column == "x fp32" else "vllm-replay"
-        values = [v for v, _ in (_ratio(rows, r, base) for r in here) if v is not None]
-        if values:
-            best = max(values)
-            met = "yes" if best >= least else "no"
-            targets.append([f"best arm: {column}", f"{least:.2f}", f"{best:.2f}", met])
+        for name in dict.fromkeys(point[0] for point in points):
+            here = [r for r in rows if r["batch"] == 256 and "options" in arm_of(r["arm"])]
+            here = [r for r in here if _point(r)[0] == name and r["model"] == model]
+            base = "fp32" if column == "x fp32" else "vllm-replay"
+            values = [v for v, _ in (_ratio(rows, r, base) for r in here) if v is not None]
+            if values:
+                best = max(values)
+                met = "yes" if best >= least else "no"
+                what = f"best arm: {column}{HOSTS[name]}"
+                targets.append([what, f"{least:.2f}", f"{best:.2f}", met])
     if targets:
         lines += _table(["target, batch 256", "at least", "reached", "met"], targets)
-    for batch, tokens in dict.fromkeys((r["batch"], r["tokens"]) for r in rows):
-        lines += [f"### Batch {batch}, {tokens} tokens", ""]
-        lines += _point_table(rows, batch, tokens)
+    for point in points:
+        name, batch, tokens = point
+        lines += [f"### Batch {batch}, {tokens} tokens{HOSTS[name]}", ""]
+        lines += _point_table([r for r in rows if _point(r) == point])
     lines += _profile_table(profiles)
+    lines += _host_table(hosts)
     for arm in _order(failed, "arm"):
         lines.append(f"{arm} failed: {next(r['error'] for r in failed if r['arm'] == arm)}")
         lines.append("")
@@ -803,7 +951,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--batches", type=_points, default=[(256, None)], help="batch or batch:tokens, by commas")
     add("--tokens", type=int, default=1000, help="of each request, where a batch names none")
     add("--cache-gib", type=float, default=0.0, help="vLLM's cache (default: what the batch needs)")
-    add("--profile", action="store_true", help="also take a profile of the largest batch")
+    add("--profile", action="store_true", help="also trace the GPU at the largest batch")
+    add("--host-profile", action="store_true", help="also sample the host at the largest batch")
+    add("--host-parts", action="store_true", help="also time each part of the leaner host there")
     add_engine_options(parser)
     add("--out", default=f"{OP}.json")
     args = parser.parse_args(argv)

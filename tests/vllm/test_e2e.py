@@ -34,6 +34,14 @@ for line in sys.stdin:
     step = 10.0 if options else 25.0 if runner == "v2" else 20.0
     row = {{"steps": 9, "step_ms": step, "median_ms": step, "p90_ms": step}}
     row |= point | {{"tokens_per_s": point["batch"] / step * 1e3}}
+    served = os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+    assert len(job["parts"]) == (0 if served else 3)
+    if served:
+        row["step_ms"] = 30.0
+    if "kind" in point:
+        row["op"] = point["kind"]
+        row["within"] = [["scheduler.py:Scheduler.schedule", 2.5], ["a.py:f", 1.0]]
+        row["own"] = [["a.py:f:3", 1.0]]
     if os.environ.get("VLLM_PLUGINS") == "none":
         row = point | {{"error": "no plugin"}}
     found["rows"].append(row)
@@ -67,6 +75,7 @@ def test_every_arm_is_plain_vllm_or_valid_options(model: str, arm: str) -> None:
         cache_gib=1.0,
         engine='{"seed": 3}',
         profile=False,
+        host_profile=False,
     )
     engine = e2e.engine_arguments(Path("m"), e2e.ARMS[arm], args)
     assert engine["max_num_seqs"] == 8 and engine["seed"] == 3
@@ -216,9 +225,28 @@ def test_the_report_compares_within_a_runner(python: str, tmp_path: Path) -> Non
     # steps: fp32 25 (V2) and 20 (V1), upstream 20 (V1), ours 10
     assert " v2 | 25,600 | 10.00 | 10.00 | 10.00 | 2.50 | 2.00* | 37.7 |" in table["P4+8"]
     assert " v1 | 25,600 | 10.00 | 10.00 | 10.00 | 2.00 | 2.00 | 37.7 |" in table["P4+8-v1"]
-    assert "| 2.20 | 2.50 | yes |" in table["best arm: x fp32"]
+    assert "| 2.20 | 2.50 | yes |" in table["best arm: x fp32, lean host"]
     assert "e4m3 failed: RuntimeError: out of memory" in text
     assert "fp32-bare failed: no plugin" in text
+
+
+def test_hosts_are_compared_apart(python: str, tmp_path: Path) -> None:
+    out = tmp_path / "e2e_decode_speedup-h200-2026-01-01.json"
+    argv = ["--arms", "fp32,P4+8,P4+8-served", "--python", python, "--out", str(out)]
+    argv += ["--parallel", "3", "--batches", "8:9,256:300", "--host-parts", "--host-profile"]
+    assert e2e.main(argv) == 0
+    rows = json.loads(out.read_text())
+    # the host of a served arm is in another process: neither its parts nor its profile
+    assert [r["host"] for r in rows if "parts" in r or r["op"] == e2e.HOST_PROFILE] == 12 * ["lean"]
+    text = e2e.report(tmp_path, tmp_path).read_text()
+    assert "| best arm: x fp32, lean host | 2.20 | 2.50 | yes |" in text
+    assert "x fp32, as served" not in text  # its plain arm was not measured
+    _, lean, served = text.split("### Batch 256, 300 tokens")
+    assert lean.startswith(", lean host") and served.startswith(", as served")
+    assert "| P4+8-served | v2 |" in served and " | 30.00 | 10.00 | 10.00 | – | – | " in served
+    assert "| arm | none | blocks | spin | gc | blocks, spin, gc |" in text
+    assert "| P4+8, batch 256 | 10.00 | 10.00 | 10.00 | 10.00 | 10.00 |" in text
+    assert "| fp32, batch 256 | 25.00 | 2.50 | – | – |" in text
 
 
 def test_a_note_of_the_rows_is_in_the_report(python: str, tmp_path: Path) -> None:

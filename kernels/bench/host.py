@@ -1,0 +1,179 @@
+"""The host's part of an engine step in vLLM: what it costs, and a leaner one for every arm alike.
+
+A step of 256 requests costs vLLM's scheduler and bookkeeping many milliseconds of one core. Where
+that is more than the GPU needs, tokens a second say nothing about the state. The parts below change
+no token and no kernel. They need the engine in the process that asks
+(``VLLM_ENABLE_V1_MULTIPROCESSING=0``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+PARTS = {
+    "blocks": "no look for new cache blocks in steps that need none",
+    "spin": "waits for the GPU spin instead of sleeping",
+    "gc": "no garbage collection while requests run",
+}
+"""What ``lean`` can change, and how it does."""
+
+
+def _covered(manager: Any, request: Any, tokens: int) -> int:
+    """Tokens for which the blocks that a request has do, if ``tokens`` needed none; 0: unknown.
+
+    Only full attention and states that keep one page a request are known to need nothing before
+    one of their blocks is full.
+    """
+    until = None
+    for group in manager.coordinator.single_type_managers:
+        spec = type(group.kv_cache_spec).__name__
+        one_page = getattr(group.kv_cache_spec, "mamba_cache_mode", None) == "none"
+        if group.enable_caching or not (spec == "FullAttentionSpec" or one_page):
+            return 0
+        full = -(-tokens // group.block_size) * group.block_size
+        until = full if until is None else min(until, full)
+    return until or 0
+
+
+def _shortcut(allocate: Callable) -> Callable:
+    """``KVCacheManager.allocate_slots`` that returns at once while a request's blocks suffice.
+
+    Without prefix caching that function asks every cache group, seven times a request on hybrid
+    models, to find that a decode step needs no block. A group needs the next one only when its last
+    is full, so what held for a number of tokens holds up to the end of the shortest block.
+    """
+
+    @functools.wraps(allocate)
+    def allocate_slots(self: Any, request: Any, new: int, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs.keys() - {"num_lookahead_tokens"}:
+            return allocate(self, request, new, *args, **kwargs)
+        tokens = request.num_computed_tokens + new + kwargs.get("num_lookahead_tokens", 0)
+        blocks = self.coordinator.single_type_managers[0].req_to_blocks.get(request.request_id)
+        known = getattr(request, "_covered", None)
+        # another list: the request has lost its blocks since and got new ones
+        if known is not None and known[0] is blocks and tokens <= known[1]:
+            return self.empty_kv_cache_blocks
+        found = allocate(self, request, new, **kwargs)
+        if found is self.empty_kv_cache_blocks and blocks:
+            request._covered = (blocks, _covered(self, request, tokens))
+        return found
+
+    return allocate_slots
+
+
+def _spinning(event: type) -> type:
+    """``torch.cuda.Event`` whose ``blocking`` is never set."""
+
+    class Spinning(event):
+        def __new__(
+            cls, enable_timing: bool = False, blocking: bool = False, *more: Any, **how: Any
+        ):
+            return super().__new__(cls, enable_timing, False, *more, **how)
+
+    return Spinning
+
+
+@contextlib.contextmanager
+def lean(parts: Collection[str] = tuple(PARTS), runner: Any = None) -> Iterator[None]:
+    """Run the engine of this process with the named ``PARTS`` of a leaner host.
+
+    runner: its model runner, whose own event for input copies (V1) then spins as well. Raises
+    ValueError for an unknown part.
+    """
+    for part in parts:
+        if part not in PARTS:
+            raise ValueError(f"unknown part '{part}'; known: {', '.join(PARTS)}")
+    with contextlib.ExitStack() as undo:
+        if "blocks" in parts:
+            from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+            undo.callback(setattr, KVCacheManager, "allocate_slots", KVCacheManager.allocate_slots)
+            KVCacheManager.allocate_slots = _shortcut(KVCacheManager.allocate_slots)
+        if "spin" in parts:
+            import torch
+
+            undo.callback(setattr, torch.cuda, "Event", torch.cuda.Event)
+            torch.cuda.Event = _spinning(torch.cuda.Event)
+            if getattr(runner, "prepare_inputs_event", None) is not None:
+                undo.callback(setattr, runner, "prepare_inputs_event", runner.prepare_inputs_event)
+                runner.prepare_inputs_event = torch.cuda.Event()
+        if "gc" in parts and gc.isenabled():
+            gc.collect()
+            undo.callback(gc.enable)
+            gc.disable()
+        yield
+
+
+class Sampler:
+    """Where the main thread spends its time, by a signal each millisecond.
+
+    A sample counts the time since the one before, so a long call of C code, which a signal cannot
+    interrupt, counts in full where it was made. Times are in seconds.
+    """
+
+    def __init__(self, every: float = 1e-3):
+        self.every = every
+        self.own: Counter[str] = Counter()
+        """by file, function and line of what ran"""
+        self.within: Counter[str] = Counter()
+        """by file and function of what ran or was waiting for what it called"""
+        self.total = 0.0
+        self._last = 0.0
+
+    def _note(self, _: int, frame: FrameType | None) -> None:
+        now = time.perf_counter()
+        took, self._last = now - self._last, now
+        self.total += took
+        if frame is not None:
+            self.own[f"{_name(frame)}:{frame.f_lineno}"] += took
+        seen = set()
+        while frame is not None:
+            seen.add(_name(frame))
+            frame = frame.f_back
+        for name in seen:
+            self.within[name] += took
+
+    def __enter__(self) -> Sampler:
+        self._before = signal.signal(signal.SIGALRM, self._note)
+        self._last = time.perf_counter()
+        signal.setitimer(signal.ITIMER_REAL, self.every, self.every)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self._before)
+
+    def table(self, steps: int, top: int = 60) -> dict[str, list[list[Any]]]:
+        """The longest of both kinds, as [name, milliseconds a step]."""
+
+        def longest(counts: Counter[str]) -> list[list[Any]]:
+            return [[name, round(s / steps * 1e3, 4)] for name, s in counts.most_common(top)]
+
+        return {"own": longest(self.own), "within": longest(self.within)}
+
+
+def _name(frame: FrameType) -> str:
+    code = frame.f_code
+    return f"{Path(code.co_filename).name}:{getattr(code, 'co_qualname', code.co_name)}"
+
+
+def thread_seconds() -> dict[str, float]:
+    """Processor time of each thread of this process so far, by name and id; empty off Linux."""
+    out = {}
+    tick = os.sysconf("SC_CLK_TCK")
+    for task in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            name, rest = (task / "stat").read_text().split("(", 1)[1].rsplit(")", 1)
+            user, system = rest.split()[11:13]
+            out[f"{name}-{task.name}"] = (int(user) + int(system)) / tick
+    return out
