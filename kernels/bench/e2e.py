@@ -467,7 +467,8 @@ def max_length(args: argparse.Namespace) -> int:
 
 def longest(args: argparse.Namespace) -> int:
     """Tokens of the longest response that is asked for."""
-    extra = [PROFILE_STEPS + 16] * args.profile + [HOST_STEPS + 16] * args.host_profile
+    extra = [PROFILE_STEPS + 16] if args.profile else []
+    extra += [HOST_STEPS + 16] if args.host_profile is not None else []
     return max([*extra, *(tokens for _, tokens in args.batches)])
 
 
@@ -498,6 +499,7 @@ class Engine:
             env["VLLM_USE_V2_MODEL_RUNNER"] = "0" if self.arm["runner"] == "v1" else "1"
         if "plugins" in self.arm:
             env["VLLM_PLUGINS"] = self.arm["plugins"]
+        env.pop("OMP_NUM_THREADS", None)  # vLLM then serves with one thread, else with them all
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if self.host == "served" else "0"
         self.started = time.perf_counter()
         self.start_s, self.asked = 0.0, 0
@@ -532,12 +534,18 @@ class Engine:
             time.sleep(0.3)
         return False
 
+    def takes(self, point: Mapping[str, Any]) -> bool:
+        """Whether a point is for this engine; what is asked of a host needs it in one process."""
+        chosen = {HOST_PARTS: self.args.host_parts, HOST_PROFILE: self.args.host_profile}
+        names = chosen.get(point.get("kind", OP))
+        return names is None or (self.host != "served" and (not names or self.name in names))
+
     def measure(self, point: Mapping[str, Any], deadline: float) -> None:
         """Let it measure one point, and wait for it."""
         if not self.start_s or self.process.poll() is not None:
             return
-        if point.get("kind") in (HOST_PARTS, HOST_PROFILE) and self.host == "served":
-            return  # the host is in another process
+        if not self.takes(point):
+            return
         self.asked += 1
         with contextlib.suppress(OSError):
             assert self.process.stdin is not None
@@ -605,13 +613,13 @@ def points_of(args: argparse.Namespace) -> list[dict[str, Any]]:
     """What each engine is to measure, in this order."""
     points: list[dict[str, Any]] = [{"batch": b, "tokens": t} for b, t in args.batches]
     largest, tokens = max(args.batches)
-    if args.host_parts:
+    if args.host_parts is not None:
         names = [[], *([n] for n in host.PARTS), list(host.PARTS)]
         some = {"batch": largest, "tokens": min(tokens, 120), "kind": HOST_PARTS}
         points += [some | {"parts": parts} for parts in names]
     if args.profile:
         points.append({"batch": largest, "tokens": None, "kind": PROFILE})
-    if args.host_profile:
+    if args.host_profile is not None:
         points.append({"batch": largest, "tokens": None, "kind": HOST_PROFILE})
     return points
 
@@ -952,8 +960,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--tokens", type=int, default=1000, help="of each request, where a batch names none")
     add("--cache-gib", type=float, default=0.0, help="vLLM's cache (default: what the batch needs)")
     add("--profile", action="store_true", help="also trace the GPU at the largest batch")
-    add("--host-profile", action="store_true", help="also sample the host at the largest batch")
-    add("--host-parts", action="store_true", help="also time each part of the leaner host there")
+    some: dict[str, Any] = {"nargs": "?", "const": [], "type": lambda t: t.split(",")}
+    add("--host-profile", **some, help="also sample the host at the largest batch (of these arms)")
+    add("--host-parts", **some, help="also time each part of the leaner host there (of these arms)")
     add_engine_options(parser)
     add("--out", default=f"{OP}.json")
     args = parser.parse_args(argv)

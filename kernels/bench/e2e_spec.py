@@ -293,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--length", type=int, default=2048, help="tokens that vLLM counts its concurrency for")
     add("--cache-gib", type=float, default=110.0, help="vLLM's cache at most")
     add_engine_options(parser)
-    parser.set_defaults(profile=False, host_parts=False, host_profile=False)
+    parser.set_defaults(profile=False, host_parts=None, host_profile=None)
     add("--out", default=f"{OP}.json")
     args = parser.parse_args(argv)
     if args.child:

@@ -75,7 +75,7 @@ def test_every_arm_is_plain_vllm_or_valid_options(model: str, arm: str) -> None:
         cache_gib=1.0,
         engine='{"seed": 3}',
         profile=False,
-        host_profile=False,
+        host_profile=None,
     )
     engine = e2e.engine_arguments(Path("m"), e2e.ARMS[arm], args)
     assert engine["max_num_seqs"] == 8 and engine["seed"] == 3
@@ -233,11 +233,12 @@ def test_the_report_compares_within_a_runner(python: str, tmp_path: Path) -> Non
 def test_hosts_are_compared_apart(python: str, tmp_path: Path) -> None:
     out = tmp_path / "e2e_decode_speedup-h200-2026-01-01.json"
     argv = ["--arms", "fp32,P4+8,P4+8-served", "--python", python, "--out", str(out)]
-    argv += ["--parallel", "3", "--batches", "8:9,256:300", "--host-parts", "--host-profile"]
-    assert e2e.main(argv) == 0
+    argv += ["--parallel", "3", "--batches", "8:9,256:300", "--host-parts", "P4+8,P4+8-served"]
+    assert e2e.main([*argv, "--host-profile"]) == 0
     rows = json.loads(out.read_text())
     # the host of a served arm is in another process: neither its parts nor its profile
-    assert [r["host"] for r in rows if "parts" in r or r["op"] == e2e.HOST_PROFILE] == 12 * ["lean"]
+    assert [r["arm"] for r in rows if "parts" in r] == 5 * ["P4+8"]
+    assert [r["arm"] for r in rows if r["op"] == e2e.HOST_PROFILE] == ["fp32", "P4+8"]
     text = e2e.report(tmp_path, tmp_path).read_text()
     assert "| best arm: x fp32, lean host | 2.20 | 2.50 | yes |" in text
     assert "x fp32, as served" not in text  # its plain arm was not measured
