@@ -544,20 +544,33 @@ class Warp:
         self.write(args[0], x.astype(dtype), mask)
 
     def _mma(self, op: list[str], args: list[str], mask: Lanes | None) -> None:
-        if op[3] != "m16n8k16" or op[7] not in ("f16", "bf16"):
+        """Rows of the left operand by group of four lanes, columns by lane, four bytes at once."""
+        kind, whole = op[7], op[7] in ("s8", "u8")
+        depth = {"m16n8k8": 8, "m16n8k16": 16, "m16n8k32": 32}.get(op[3])
+        if depth is None or kind not in ("f16", "bf16", "s8", "u8") or whole != (depth == 32):
             raise UnknownInstruction(".".join(op))
         out, left, right, add = ([x.strip() for x in a.strip("{} ").split(",")] for a in args)
         g, q = np.arange(32) // 4, np.arange(32) % 4
-        a, b, c = np.zeros((16, 16)), np.zeros((16, 8)), np.zeros((16, 8))
+        a, b, c = np.zeros((16, depth)), np.zeros((depth, 8)), np.zeros((16, 8))
+        wide = 4 if whole else 2  # numbers in a word
+
+        def parts(name: str, kind: str) -> list[Lanes]:
+            if not whole:
+                return self._halves(name, kind == "bf16")
+            word = self.read(name, np.uint32)
+            form = np.int8 if kind == "s8" else np.uint8
+            return [(word >> np.uint32(8 * e)).astype(np.uint8).view(form) for e in range(4)]
+
         for i, name in enumerate(left):
-            for e, part in enumerate(self._halves(name, op[7] == "bf16")):
-                a[g + 8 * (i % 2), 2 * q + 8 * (i // 2) + e] = part
+            for e, part in enumerate(parts(name, kind)):
+                a[g + 8 * (i % 2), wide * (q + 4 * (i // 2)) + e] = part
         for i, name in enumerate(right):
-            for e, part in enumerate(self._halves(name, op[7] == "bf16")):
-                b[2 * q + 8 * i + e, g] = part
+            for e, part in enumerate(parts(name, op[8])):
+                b[wide * (q + 4 * i) + e, g] = part
+        form = np.int32 if whole else np.float32
         for i, name in enumerate(add):
-            c[g + 8 * (i // 2), 2 * q + i % 2] = self.read(name, np.float32)
-        total = (a @ b + c).astype(np.float32)
+            c[g + 8 * (i // 2), 2 * q + i % 2] = self.read(name, form)
+        total = (a @ b + c).astype(form)
         for i, name in enumerate(out):
             self.write(name, total[g + 8 * (i // 2), 2 * q + i % 2], mask)
 

@@ -283,9 +283,11 @@ class LaunchConfig:
     matrix units. With them, heads: of a program, at most (Mamba-2); blocks: of a program (GDN);
     ahead: 1 to load the next block while one is worked on; registers: of a thread, at most.
     solve: 1 to push queries back through a window by one small system, 0 token by token (GDN).
-    beside: 1 to fold, and then read, the rows that flush on a stream beside the others. flush:
-    programs that flush for each multiprocessor; flush_registers: of one, at most (windows of more
-    than 16 tokens need more than a plain step's).
+    fused: 1 to fold the rows that flush in the launch that reads, each block of rows by the program
+    that reads it (matrix units). Otherwise beside: 1 to fold, and then read, the rows that flush on
+    a stream beside the others; flush: programs that flush for each multiprocessor.
+    flush_registers: of a thread that folds, at most (windows of more than 16 tokens need more than
+    a plain step's).
     """
 
     rows: int = 64
@@ -295,6 +297,7 @@ class LaunchConfig:
     ahead: int = 0
     registers: int = 128
     solve: int = 1
+    fused: int = 1
     beside: int = 0
     flush: int = 12
     flush_registers: int = 168

@@ -27,7 +27,7 @@ from ..common.launch import (
     wait_for_previous,
 )
 from ..common.planes import PTX
-from ..common.store import plane_arguments
+from ..common.store import launch_warps, plane_arguments, rounding_sizes
 from ..common.verify import (
     TOKENS,
     LaunchConfig,
@@ -76,7 +76,7 @@ from ..common.verify_matrix import (
     zero_outputs,
     zero_queries,
 )
-from .flush import flush_rows
+from .flush import flush_rows, flush_run, window_rows, window_terms
 from .triton_ops import decode_step
 from .verify_reference import check_verify
 
@@ -110,11 +110,14 @@ def verify_prepare_kernel(
     sign_ptr,  # fp32 [N]
     dots_ptr, head_ptr,  # fp32 [b, G, T, LP + T], [b, H, LP + 3 T]
     c_ptr, top_ptr,  # queries of [b, G], fp32 [b, G, T]
+    weight_ptr, decay_ptr, window_ptr,  # FOLD: of rows that flush, see flush.window_kernel
     dt_stride, dt_token, B_stride, B_token, C_stride, C_token, ring_dt_stride, ring_B_stride, width,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, LP: tl.constexpr,
     PER: tl.constexpr, PERP: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr,
     ROTATE: tl.constexpr, BLOCK: tl.constexpr, TREE: tl.constexpr, OUTPUT: tl.constexpr,
     MATRIX: tl.constexpr, NATIVE: tl.constexpr, EARLY: tl.constexpr, PART: tl.constexpr,
+    FOLD: tl.constexpr, LPF: tl.constexpr, WP: tl.constexpr, TERMS: tl.constexpr,
+    WARPS: tl.constexpr,
 ):  # fmt: skip
     """What does not touch the state, one program a group and row; appends dt and B.
 
@@ -124,7 +127,8 @@ def verify_prepare_kernel(
     top the largest magnitude of C_t, by which the query is divided. With MATRIX a second program
     makes the queries (grid [G, b, 2], one warp). PER = H / G heads, PERP padded.
     NATIVE: B and C are of one 16-bit type, whose products are exact in fp32. BLOCK: size of the
-    rotation's blocks. EARLY: programs of the next launch may start.
+    rotation's blocks. EARLY: programs of the next launch may start. FOLD: leave the window of a row
+    that flushes, padded to LPF, before its entries are written over.
     """
     if EARLY:
         dependents_may_start()
@@ -132,9 +136,21 @@ def verify_prepare_kernel(
     slot = tl.load(slot_ptr + i_b).to(tl.int64)
     count = tl.load(count_ptr + i_b)
     flush = tl.load(flush_ptr + i_b).to(tl.int32)
+    group = i_b * G + i_g
+    if FOLD:
+        if (slot >= 0) & (flush != 0) & (tl.program_id(2) == 0):
+            first = i_g * PER
+            window_rows(
+                i_b, slot, tl.load(valid_ptr + i_b), i_g, first,
+                dt_ptr, B_ptr, C_ptr, A_ptr, bias_ptr, rotation_ptr, ring_dt_ptr, ring_B_ptr,
+                weight_ptr + (i_b * H + first) * LPF, decay_ptr + i_b * H + first,
+                window_ptr + group * (TERMS * LPF * 8 * WP), top_ptr,
+                dt_stride, B_stride, C_stride, ring_dt_stride, ring_B_stride,
+                H, G, N, NP, WP, LPF, PER, PERP, TERMS, WARPS, ROTATE, BLOCK, False, False, False,
+            )  # fmt: skip
+            tl.debug_barrier()  # all lanes have read what is written over below
     if (slot < 0) | (count <= 0) | (in_part(slot, flush, PART) == 0):
         return
-    group = i_b * G + i_g
     if MATRIX:
         if tl.program_id(2) == 1:
             _prepare_queries(
@@ -453,24 +469,34 @@ def _verify_unit(
     return not_finite(strange)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("layer", "head_offset"))
 def verify_matrix_kernel(
     x_ptr, z_ptr, y_ptr, D_ptr,  # as verify_kernel
     slot_ptr, valid_ptr, flush_ptr, count_ptr, ancestors_ptr, ring_x_ptr,
     copy_ptr, copy_scale_ptr, copy_tile_ptr,
     dots_ptr, head_ptr, c_ptr, top_ptr,
+    # FOLD: what flush.flush_kernel takes
+    position_ptr, key_ptr, weight_ptr, decay_ptr, window_ptr,
+    code_ptr, low_ptr, scale_ptr, tile_ptr,
     x_stride, x_token, z_stride, z_token, y_stride, y_token,
-    ring_x_stride, copy_stride, copy_scale_stride, copy_tile_stride, width,
-    H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, LP: tl.constexpr,
+    ring_x_stride, copy_stride, copy_scale_stride, copy_tile_stride,
+    code_stride, low_stride, scale_stride, tile_stride, width, layer, head_offset,
+    H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, LP: tl.constexpr,
     HEADS: tl.constexpr, MOST: tl.constexpr,
+    CODE_HEAD: tl.constexpr, LOW_HEAD: tl.constexpr, SCALE_HEAD: tl.constexpr,
     COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
-    OUTPUT: tl.constexpr, D_ROWS: tl.constexpr, HAS_Z: tl.constexpr, TREE: tl.constexpr,
+    UPDATE: tl.constexpr, OUTPUT: tl.constexpr, HAS_COPY: tl.constexpr,
+    SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
+    D_ROWS: tl.constexpr, HAS_Z: tl.constexpr, TREE: tl.constexpr,
     AHEAD: tl.constexpr, EARLY: tl.constexpr, PART: tl.constexpr,
+    FOLD: tl.constexpr, LPF: tl.constexpr, TERMS: tl.constexpr, LEFT: tl.constexpr,
+    WARPS: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one group of one row, MOST rows at a time; D_ROWS as in ``verify_kernel``.
 
     Where something is not finite the work is done again, with an eye to which token sees it. AHEAD:
     a block is loaded while the one before is worked on. EARLY: the launch before may still run.
+    FOLD: if the row flushes, its heads are folded first.
     """
     unit = tl.program_id(0)
     PARTS: tl.constexpr = H // HEADS
@@ -492,6 +518,23 @@ def verify_matrix_kernel(
     of = head_ptr + (i_b * H + first) * (LP + 3 * TOKENS)
     c = c_ptr + group * QUERY_WORDS
     top = top_ptr + group * TOKENS
+    if FOLD:
+        if (slot >= 0) & (flush != 0):
+            if EARLY:
+                wait_for_previous()
+            flush_run(
+                i_b, first * TILES, (first + HEADS) * TILES - 1,
+                x_ptr, z_ptr, y_ptr, D_ptr, slot_ptr, valid_ptr, position_ptr, key_ptr,
+                ring_x_ptr, weight_ptr, decay_ptr, window_ptr, top_ptr,
+                code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
+                x_stride, z_stride, y_stride, ring_x_stride,
+                code_stride, low_stride, scale_stride, tile_stride,
+                copy_stride, copy_scale_stride, copy_tile_stride, layer, head_offset,
+                H, G, R, N, N // 8, LPF, TERMS, LEFT, WARPS,
+                CODE_HEAD, LOW_HEAD, SCALE_HEAD, COPY_HEAD, COPY_SCALE_HEAD, TILES,
+                UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, 0, False, False,
+            )  # fmt: skip
+            tl.debug_barrier()  # other lanes read what this program has just written
     if in_part(slot, flush, PART) == 0:
         if EARLY:
             wait_for_previous()
@@ -641,6 +684,21 @@ def verify_step(
         **{s: sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES")}, **copy, **common,
     }  # fmt: skip
     args = (x, x if z is None else z, y, A if D is None else D)
+    fused = matrix and bool(chosen.fused)
+    precise, terms = window_terms(config, views.ring_B.dtype)
+    folding = {
+        "FOLD": fused, "LPF": max(16, triton.next_power_of_2(views.ring_x.shape[1] - 1)),
+        "TERMS": terms, "WARPS": launch_warps(n), "weight_ptr": A, "decay_ptr": A, "window_ptr": A,
+    }  # fmt: skip
+    if fused:
+        lpf = folding["LPF"]
+        folding |= {
+            "weight_ptr": torch.empty(batch, heads, lpf, device=device),
+            "decay_ptr": torch.empty(batch, heads, device=device),
+            "window_ptr": torch.empty(
+                batch, groups, terms, lpf, n, device=device, dtype=torch.bfloat16
+            ),
+        }
     block = max(16, min(chosen.rows, triton.next_power_of_2(p)))
     count = divisor_up_to(per_group, chosen.heads)
 
@@ -656,13 +714,17 @@ def verify_step(
             SOFTPLUS=dt_softplus, HAS_BIAS=dt_bias is not None, ROTATE=config.rotate,
             BLOCK=block_of(n), MATRIX=matrix, EARLY=start, PART=part,
             NATIVE=PTX.value and C.dtype == views.ring_B.dtype and C.dtype.itemsize == 2,
-            num_warps=1, num_stages=1, **shape, **common,
+            WP=triton.next_power_of_2(n // 8), num_warps=1, num_stages=1,
+            **shape, **common, **folding, **register_limit(168),
         )  # fmt: skip
         if matrix:
             verify_matrix_kernel[(batch * heads // count,)](
-                *args, HEADS=count, MOST=block_most(block, config.readout),
-                AHEAD=bool(chosen.ahead), EARLY=start, PART=part, num_warps=1, num_stages=1,
-                **reading, **early(start), **register_limit(chosen.registers),
+                *args, HEADS=count, MOST=block_most(block, config.readout), N=n, LEFT=precise,
+                AHEAD=bool(chosen.ahead), EARLY=start, PART=part,
+                position_ptr=rows.position, key_ptr=rows.key, **where, **folding,
+                num_warps=1, num_stages=1, **(reading | planes | sizes), **rounding_sizes(config),
+                **early(start),
+                **register_limit(chosen.flush_registers if fused else chosen.registers),
             )  # fmt: skip
         else:
             verify_kernel[(heads, batch)](
@@ -670,5 +732,8 @@ def verify_step(
                 **reading,
             )  # fmt: skip
 
-    fold_and_read(fold, read, bool(chosen.beside), device)
+    if fused:
+        read(0)
+    else:
+        fold_and_read(fold, read, bool(chosen.beside), device)
     return y
