@@ -11,17 +11,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.launch import wait_for_previous
+from ..common.fold import prefetch
+from ..common.launch import prefetch_run, wait_for_previous
 from ..common.matrix import block_dot, fetch_block, load_operand, load_weights
 from ..common.readout import copy_dot, load_stored
 
 
 @triton.jit
 def ask_weights(
-    weights, x, at, limit, valid, R: tl.constexpr, LP: tl.constexpr, ROWS: tl.constexpr,
+    weights, at, limit, valid, R: tl.constexpr, LP: tl.constexpr, ROWS: tl.constexpr,
     MATRIX: tl.constexpr,
 ):  # fmt: skip
-    """(weights by lane, decay, this token's weight, x) of the block from row ``at`` on.
+    """(weights by lane, decay, this token's weight) of the block from row ``at`` on.
 
     Rows count through the heads from the one the pointers are at, and end at ``limit``. With matrix
     units the decay is one number or one a lane, else one a row, and the weights are left out.
@@ -46,7 +47,7 @@ def ask_weights(
         weight_now = tl.load(now + LP + 1)
     else:
         weight_now = tl.load(now + LP + 1, mask=inside, other=0.0)
-    return w, decay, weight_now, tl.load(x + row, mask=inside, other=0.0)
+    return w, decay, weight_now
 
 
 @triton.jit
@@ -60,8 +61,8 @@ def answer_block(
     """y of a block of rows from what was loaded for it, and x into the ring.
 
     row [ROWS] counts from head ``first``, which code, scale, tile, ring_x and weights point at.
-    codes, scales and past as ``fetch_block`` gives them, w, decay, weight_now and x as
-    ``ask_weights`` does.
+    codes, scales and past as ``fetch_block`` gives them, w, decay and weight_now as
+    ``ask_weights`` does; x: this token's.
     """
     x = x.to(ring_x.dtype.element_ty)
     if MATRIX:
@@ -89,6 +90,32 @@ def answer_block(
 
 
 @triton.jit
+def ask_later(
+    unit, slot, valid, copy_ptr, copy_scale_ptr, copy_tile_ptr, ring_x_ptr,
+    copy_stride, copy_scale_stride, copy_tile_stride, ring_x_stride,
+    H: tl.constexpr, R: tl.constexpr, LP: tl.constexpr, HEADS: tl.constexpr,
+    COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
+    OUTPUT: tl.constexpr, BULK: tl.constexpr,
+):  # fmt: skip
+    """Ask for what a unit of ``readout_kernel`` will load, into the L2."""
+    first = unit % (H // HEADS) * HEADS
+    code = copy_ptr + slot * copy_stride + first * COPY_HEAD
+    prefetch_run(code, HEADS * COPY_HEAD * 4, BULK)
+    if OUTPUT[3] != "none":
+        scale = copy_scale_ptr + slot * copy_scale_stride + first * COPY_SCALE_HEAD
+        SIZE: tl.constexpr = copy_scale_ptr.dtype.element_ty.primitive_bitwidth // 8
+        prefetch_run(scale, HEADS * COPY_SCALE_HEAD * SIZE, BULK)
+    if OUTPUT[3] == "block" and OUTPUT[5] == "e4m3":
+        tile = copy_tile_ptr + slot * copy_tile_stride + first * TILES
+        prefetch_run(tile, HEADS * TILES * 4, False)
+    token = tl.minimum(tl.arange(0, LP), tl.maximum(valid - 1, 0))
+    x = ring_x_ptr + slot * ring_x_stride + first * R + token * (H * R)
+    STEP: tl.constexpr = 512 // ring_x_ptr.dtype.element_ty.primitive_bitwidth  # 64 bytes
+    for k in tl.static_range((HEADS * R + STEP - 1) // STEP):
+        prefetch(x + k * STEP)
+
+
+@triton.jit(do_not_specialize=("reach",))
 def readout_kernel(
     # inputs, [b, ...] with a row stride each, contiguous within a row
     x_ptr, z_ptr, y_ptr, D_ptr,  # D [H, P]
@@ -97,9 +124,10 @@ def readout_kernel(
     weight_ptr, c_ptr, top_ptr,  # see prepare_kernel
     x_stride, z_stride, y_stride, ring_x_stride,
     copy_stride, copy_scale_stride, copy_tile_stride,
+    reach,
     H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
     WP: tl.constexpr, LP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
-    AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr, REACHES: tl.constexpr,
     COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
     OUTPUT: tl.constexpr, MATRIX: tl.constexpr, D_ROWS: tl.constexpr, HAS_Z: tl.constexpr,
     EARLY: tl.constexpr,
@@ -108,8 +136,9 @@ def readout_kernel(
     window, and x joins the ring.
 
     ROWS rows at a time, counted through the heads; AHEAD (matrix units only): those of the next
-    block are loaded while one is worked on. D_ROWS: D is absent, or with the weights (0, 1),
-    or [H, P] (2). EARLY: the launch before may still be running.
+    block are loaded while one is worked on. REACHES: it asks for what the unit ``reach`` further on
+    will load. D_ROWS: D is absent, or with the weights (0, 1), or [H, P] (2). EARLY: the launch
+    before may still be running.
     """
     unit = tl.program_id(0)
     PARTS: tl.constexpr = H // G // HEADS
@@ -117,6 +146,13 @@ def readout_kernel(
     slot = tl.load(slot_ptr + i_b).to(tl.int64)
     flush = tl.load(flush_ptr + i_b).to(tl.int32)
     valid = tl.load(valid_ptr + i_b)
+    if REACHES > 0:
+        later = unit + reach
+        i_later = (tl.minimum(later, tl.num_programs(0) - 1) // (PARTS * G)).to(tl.int64)
+        slot_later = tl.load(slot_ptr + i_later).to(tl.int64)
+        flush_later = tl.load(flush_ptr + i_later).to(tl.int32)
+        reads_later = (later < tl.num_programs(0)) & (slot_later >= 0) & (flush_later == 0)
+        valid_later = tl.load(valid_ptr + i_later)
     first = i_g * (H // G) + i_p * HEADS  # the program's first head
     LIMIT: tl.constexpr = HEADS * R
     BLOCKS: tl.constexpr = (LIMIT + ROWS - 1) // ROWS
@@ -139,6 +175,22 @@ def readout_kernel(
             codes, scales, past = fetch_block(
                 code, scale, tile, ring_x, 0, LIMIT, valid, R, N, TILES, H * R, LP, ROWS, OUTPUT
             )
+        row = tl.arange(0, ROWS)
+        x = tl.load(x_ptr + inputs + row, mask=row < LIMIT, other=0.0)
+        if REACHES > 0:
+            if unit < reach:  # nobody asked for its own
+                ask_later(
+                    unit, slot, valid, copy_ptr, copy_scale_ptr, copy_tile_ptr, ring_x_ptr,
+                    copy_stride, copy_scale_stride, copy_tile_stride, ring_x_stride,
+                    H, R, LP, HEADS, COPY_HEAD, COPY_SCALE_HEAD, TILES, OUTPUT, REACHES == 2,
+                )  # fmt: skip
+            if reads_later:
+                ask_later(
+                    later, slot_later, valid_later,
+                    copy_ptr, copy_scale_ptr, copy_tile_ptr, ring_x_ptr,
+                    copy_stride, copy_scale_stride, copy_tile_stride, ring_x_stride,
+                    H, R, LP, HEADS, COPY_HEAD, COPY_SCALE_HEAD, TILES, OUTPUT, REACHES == 2,
+                )  # fmt: skip
         if EARLY:
             wait_for_previous()
         if MATRIX:
@@ -146,9 +198,7 @@ def readout_kernel(
         else:
             c = load_stored(c, N, WP, OUTPUT)
         top = tl.load(top_ptr + i_b * G + i_g)
-        w, decay, weight_now, x = ask_weights(
-            weights, x_ptr + inputs, 0, LIMIT, valid, R, LP, ROWS, MATRIX
-        )
+        w, decay, weight_now = ask_weights(weights, 0, LIMIT, valid, R, LP, ROWS, MATRIX)
         for k in tl.static_range(BLOCKS):
             row = k * ROWS + tl.arange(0, ROWS)
             row_ok = row < LIMIT
@@ -158,17 +208,20 @@ def readout_kernel(
                         code, scale, tile, ring_x, k * ROWS, LIMIT, valid,
                         R, N, TILES, H * R, LP, ROWS, OUTPUT,
                     )  # fmt: skip
-                w, decay, weight_now, x = ask_weights(
-                    weights, x_ptr + inputs, k * ROWS, LIMIT, valid, R, LP, ROWS, MATRIX
+                w, decay, weight_now = ask_weights(
+                    weights, k * ROWS, LIMIT, valid, R, LP, ROWS, MATRIX
                 )
+                x = tl.load(x_ptr + inputs + row, mask=row_ok, other=0.0)
             if AHEAD and k + 1 < BLOCKS:  # the next block is on its way meanwhile
                 codes_next, scales_next, past_next = fetch_block(
                     code, scale, tile, ring_x, (k + 1) * ROWS, LIMIT, valid,
                     R, N, TILES, H * R, LP, ROWS, OUTPUT,
                 )  # fmt: skip
-                w_next, decay_next, weight_next, x_next = ask_weights(
-                    weights, x_ptr + inputs, (k + 1) * ROWS, LIMIT, valid, R, LP, ROWS, MATRIX
+                w_next, decay_next, weight_next = ask_weights(
+                    weights, (k + 1) * ROWS, LIMIT, valid, R, LP, ROWS, MATRIX
                 )
+                row_next = (k + 1) * ROWS + tl.arange(0, ROWS)
+                x_next = tl.load(x_ptr + inputs + row_next, mask=row_next < LIMIT, other=0.0)
             answer_block(
                 codes, scales, past, code, scale, tile, ring_x, c, top, weights, w, decay,
                 weight_now, x, valid, row, row_ok, i_b, first, z_ptr, y_ptr, D_ptr,
@@ -177,9 +230,6 @@ def readout_kernel(
             if AHEAD and k + 1 < BLOCKS:
                 codes, scales, past = codes_next, scales_next, past_next
                 w, decay, weight_now, x = w_next, decay_next, weight_next, x_next
-    else:
-        if EARLY:
-            wait_for_previous()
 
 
 @triton.jit

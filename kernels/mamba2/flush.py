@@ -113,7 +113,7 @@ def window_rows(
         store_terms(window_ptr, B.to(tl.float32), n, N, WP, LP, TERMS, WARPS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("batch",))
 def window_kernel(
     dt_ptr, B_ptr, C_ptr, A_ptr, bias_ptr,
     rotation_ptr,  # +-1 [NP, NP] (fold.rotation_table)
@@ -378,7 +378,7 @@ def flush_run(
         tile = fetch_tile_scale(next_pair, tiles + n_h * TILES, UPDATE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("layer", "head_offset"))
 def flush_kernel(
     x_ptr, z_ptr, y_ptr, D_ptr,
     slot_ptr, valid_ptr, position_ptr, key_ptr, list_ptr,

@@ -19,7 +19,7 @@ from .flush import flush_tile, window_rows
 from .prepare import ask_inputs, prepare_heads
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("layer", "head_offset"))
 def step_kernel(
     # inputs, [b, ...] with a row stride each, contiguous within a row
     x_ptr, z_ptr, y_ptr, dt_ptr, B_ptr, C_ptr,
@@ -107,9 +107,7 @@ def step_kernel(
         else:
             c = load_stored(c_ptr + head * N, N, WP, OUTPUT)
         top = tl.load(top_ptr + head)
-        w, decay, weight_now, _ = ask_weights(
-            weights, x_ptr + i_b * x_stride + i_h * R, start, R, valid, R, LP, ROWS, MATRIX
-        )
+        w, decay, weight_now = ask_weights(weights, start, R, valid, R, LP, ROWS, MATRIX)
         answer_block(
             codes, scales, past, code, scale, tile, ring_x, c, top, weights, w, decay,
             weight_now, x, valid, row, row_ok, i_b, i_h, z_ptr, y_ptr, D_ptr,

@@ -16,7 +16,7 @@ from ...state.layout import StateViews
 from ..common.check import check_gpu, check_rows, check_tensor, check_views
 from ..common.fold import rotation_table
 from ..common.hadamard import rotation_signs
-from ..common.launch import beside, early, rejoin, starts_early
+from ..common.launch import beside, early, register_limit, rejoin, starts_early
 from ..common.matrix import block_rows, matrix_path
 from ..common.planes import PTX
 from ..common.store import (
@@ -38,7 +38,11 @@ class LaunchConfig:
     """How a step is launched.
 
     heads: of a readout program, at most; rows: of a block; ahead: 1 to load the next block while
-    one is worked on; warps: of a readout program without matrix units.
+    one is worked on; warps: of a readout program without matrix units; registers: of one of its
+    threads, at most (255: any number).
+
+    reach: a readout program asks, into the L2, for what the one so many KiB of copies further on
+    will read (0: for nothing); bulk: 1 to do so by bulk instructions where the GPU has them.
 
     flush: programs that flush for each multiprocessor; flush_registers: of one, at most; beside: 1
     to flush on a stream beside the reads, 0 after them.
@@ -55,6 +59,9 @@ class LaunchConfig:
     flush_registers: int = 128
     beside: int = 0
     single: int = 0
+    reach: int = 0
+    bulk: int = 1
+    registers: int = 255
 
 
 _SMALL = (
@@ -248,6 +255,7 @@ def _run(
         HAS_D=D is not None and D.ndim == 1, num_warps=1, **reading,
     )  # fmt: skip
     count = divisor_up_to(per_group, launch.heads)
+    reach = (launch.reach << 10) // max(1, count * p * n * config.readout.bits // 8)
     names = ("copy", "copy_scale", "copy_tile")
     copy = {name + end: planes[name + end] for name in names for end in ("_ptr", "_stride")}
     readout_kernel[(batch * heads // count,)](
@@ -255,9 +263,11 @@ def _run(
         x_stride=x.stride(0), z_stride=0 if z is None else z.stride(0), y_stride=y.stride(0),
         ring_x_stride=ring_x.stride(0), R=p, WP=wp, HEADS=count,
         ROWS=block_rows(launch.rows, n, ring_x.dtype, config.readout) if matrix else launch.rows,
-        AHEAD=bool(launch.ahead) and matrix, MATRIX=matrix,
+        AHEAD=bool(launch.ahead) and matrix, MATRIX=matrix, reach=reach,
+        REACHES=0 if not reach else 1 + (launch.bulk and start),
         D_ROWS=0 if D is None else D.ndim, HAS_Z=z is not None,
         num_warps=1 if matrix else launch.warps, **copy, **reading, **early(start),
+        **register_limit(launch.registers),
         **{s: sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES")},
     )  # fmt: skip
     if launch.beside:
