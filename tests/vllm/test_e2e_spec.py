@@ -58,6 +58,19 @@ def test_plain_vllm_keeps_a_state_for_each_draft() -> None:
     assert room[2] == pytest.approx(room[0], rel=0.1) and room[1] > 3 * room[0]
 
 
+def test_graphs_are_captured_where_room_ends() -> None:
+    assert e2e_spec.captured([8, 512], {8: 8, 512: 600}) == [8, 512]
+    found = e2e_spec.captured([8, 512], {8: 8, 512: 262})
+    assert found[0] == 8 and found[-1] == 512
+    near = found[1:-1]
+    assert near[0] <= 0.95 * 262 and near[-1] >= 1.03 * 262
+    assert {b - a for a, b in zip(near, near[1:], strict=False)} == {8}
+    assert e2e_spec.captured([16], {16: 3}) == [8, 16]
+    vllm = e2e_spec.arm_of("vllm")
+    cache = e2e_spec.cache_bytes("qwen3.5-4b", vllm, 98, 300, 4)
+    assert e2e_spec.room_of(cache, "qwen3.5-4b", vllm, 300, 4) == 100  # two spare
+
+
 def steps(*parts: tuple[int, int, int]) -> list[tuple[float, int, int, bool]]:
     """(steps, requests, tokens of a request) one after the other, a step in 10 ms; all end last."""
     out: list[tuple[float, int, int, bool]] = []
