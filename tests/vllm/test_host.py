@@ -1,14 +1,18 @@
 """The leaner host of the end-to-end benchmark, without vLLM."""
 
 import gc
+import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from replayssm_quant.backends.vllm.generate import environment, plugin_site
 from replayssm_quant.kernels.bench import host
 
 
@@ -165,3 +169,60 @@ def test_threads_have_their_own_time() -> None:
     before = sum(host.thread_seconds().values())
     _spin(0.3, time.process_time)
     assert sum(host.thread_seconds().values()) - before == pytest.approx(0.3, abs=0.1)
+
+
+ENGINE = """
+import json, sys
+from vllm import LLM, SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
+from replayssm_quant.backends.vllm.generate import environment, plugin_site
+from replayssm_quant.kernels.bench import host
+
+looks, lost = [0], [0]
+allocate, preempt = KVCacheManager.allocate_slots, Scheduler._preempt_request
+
+
+def counted(self, *args, **kwargs):
+    looks[0] += 1
+    return allocate(self, *args, **kwargs)
+
+
+def counted_loss(self, *args, **kwargs):
+    lost[0] += 1
+    return preempt(self, *args, **kwargs)
+
+
+if __name__ == "__main__":
+    KVCacheManager.allocate_slots, Scheduler._preempt_request = counted, counted_loss
+    llm = LLM(
+        sys.argv[1], skip_tokenizer_init=True, enforce_eager=True, dtype="float32", seed=0,
+        enable_prefix_caching=False, max_model_len=1024, num_gpu_blocks_override=24,
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": [(7 * i + j) % 250 + 3 for j in range(20)]} for i in range(12)]
+    out = []
+    for parts in ([], ["blocks"]):
+        looks[0] = lost[0] = 0
+        with host.lean(parts):
+            done = llm.generate(prompts, params, use_tqdm=False)
+        tokens = [list(d.outputs[0].token_ids) for d in done]
+        out.append({"tokens": tokens, "looks": looks[0], "lost": lost[0]})
+    open(sys.argv[2], "w").write(json.dumps(out))
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_gives_the_same_tokens_with_fewer_looks(
+    vllm_python: str, cpu_environment: dict[str, str], tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    script, out = tmp_path / "engine.py", tmp_path / "out.json"
+    script.write_text(ENGINE)
+    env = environment(plugin_site(tmp_path / "site"), cpu_environment)
+    command = [vllm_python, str(script), str(tiny_models["nemotron_h"]), str(out)]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, timeout=600)
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    plain, short = json.loads(out.read_text())
+    assert plain["tokens"] == short["tokens"] and {len(t) for t in plain["tokens"]} == {400}
+    assert plain["lost"] == short["lost"] > 0  # requests that had to give their blocks back
+    assert short["looks"] < 0.1 * plain["looks"]
