@@ -417,8 +417,8 @@ def child(job: Mapping[str, Any], row_of: Callable[..., dict[str, Any]] = measur
 def engine_arguments(model: Path, arm: Mapping[str, Any], args: argparse.Namespace) -> dict:
     """Arguments of ``vllm.LLM`` for an arm, whose configuration is in the folder ``model``."""
     extra: dict[str, Any] = {"gdn_prefill_backend": "triton"}
-    if "options" in arm:
-        extra["replayssm_quant"] = arm["options"]
+    if "options" in arm:  # elsewhere every arm has the shortcut, or none
+        extra["replayssm_quant"] = arm["options"] | {"block_shortcut": host_of(arm) == "served"}
     batches = sorted({batch for batch, _ in args.batches})
     length = max_length(args)
     cache = args.cache_gib * 2**30

@@ -36,6 +36,7 @@ from .e2e import (
     failure,
     generate,
     heading,
+    host_of,
     newest_rows,
     noting,
     run,
@@ -159,7 +160,7 @@ def engine_arguments(model: Path, arm: Mapping[str, Any], args: argparse.Namespa
     """Arguments of ``vllm.LLM`` for an arm, whose configuration is in the folder ``model``."""
     extra: dict[str, Any] = {"gdn_prefill_backend": "triton"}
     if "options" in arm:
-        extra["replayssm_quant"] = arm["options"]
+        extra["replayssm_quant"] = arm["options"] | {"block_shortcut": host_of(arm) == "served"}
     lengths = {batch: PROMPT + tokens + args.drafts for batch, tokens in args.batches}
     batches = sorted(lengths)
     width = 1 + args.drafts if arm["drafts"] else 1

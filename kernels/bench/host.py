@@ -9,16 +9,17 @@ no token and no kernel. They need the engine in the process that asks
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from ...backends.vllm.blocks import shortcut
 
 PARTS = {
     "blocks": "no look for new cache blocks in steps that need none",
@@ -26,49 +27,6 @@ PARTS = {
     "gc": "no garbage collection while requests run",
 }
 """What ``lean`` can change, and how it does."""
-
-
-def _covered(manager: Any, request: Any, tokens: int) -> int:
-    """Tokens for which the blocks that a request has do, if ``tokens`` needed none; 0: unknown.
-
-    Only full attention and states that keep one page a request are known to need nothing before
-    one of their blocks is full.
-    """
-    until = None
-    for group in manager.coordinator.single_type_managers:
-        spec = type(group.kv_cache_spec).__name__
-        one_page = getattr(group.kv_cache_spec, "mamba_cache_mode", None) == "none"
-        if group.enable_caching or not (spec == "FullAttentionSpec" or one_page):
-            return 0
-        full = -(-tokens // group.block_size) * group.block_size
-        until = full if until is None else min(until, full)
-    return until or 0
-
-
-def _shortcut(allocate: Callable) -> Callable:
-    """``KVCacheManager.allocate_slots`` that returns at once while a request's blocks suffice.
-
-    Without prefix caching that function asks every cache group, seven times a request on hybrid
-    models, to find that a decode step needs no block. A group needs the next one only when its last
-    is full, so what held for a number of tokens holds up to the end of the shortest block.
-    """
-
-    @functools.wraps(allocate)
-    def allocate_slots(self: Any, request: Any, new: int, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs.keys() - {"num_lookahead_tokens"}:
-            return allocate(self, request, new, *args, **kwargs)
-        tokens = request.num_computed_tokens + new + kwargs.get("num_lookahead_tokens", 0)
-        blocks = self.coordinator.single_type_managers[0].req_to_blocks.get(request.request_id)
-        known = getattr(request, "_covered", None)
-        # another list: the request has lost its blocks since and got new ones
-        if known is not None and known[0] is blocks and tokens <= known[1]:
-            return self.empty_kv_cache_blocks
-        found = allocate(self, request, new, **kwargs)
-        if found is self.empty_kv_cache_blocks and blocks:
-            request._covered = (blocks, _covered(self, request, tokens))
-        return found
-
-    return allocate_slots
 
 
 def _spinning(event: type) -> type:
@@ -98,7 +56,7 @@ def lean(parts: Collection[str] = tuple(PARTS), runner: Any = None) -> Iterator[
             from vllm.v1.core.kv_cache_manager import KVCacheManager
 
             undo.callback(setattr, KVCacheManager, "allocate_slots", KVCacheManager.allocate_slots)
-            KVCacheManager.allocate_slots = _shortcut(KVCacheManager.allocate_slots)
+            KVCacheManager.allocate_slots = shortcut(KVCacheManager.allocate_slots)
         if "spin" in parts:
             import torch
 

@@ -30,6 +30,15 @@ def test_explicit_settings() -> None:
     assert expected.output == parse_format("nvfp4")
 
 
+@pytest.mark.parametrize("settings", [{"recipe": "auto"}, {"update_dtype": "fp16"}])
+def test_the_block_shortcut_is_on_unless_turned_off(settings: dict[str, str]) -> None:
+    options = parse({KEY: settings})
+    assert options is not None and options.block_shortcut
+    options = parse({KEY: settings | {"block_shortcut": False}})
+    assert options is not None and not options.block_shortcut
+    assert options.layer_configs(NEMOTRON) == parse({KEY: settings}).layer_configs(NEMOTRON)  # type: ignore[union-attr]
+
+
 def test_a_recipe_gives_each_layer_its_config() -> None:
     options = parse({KEY: {"recipe": "nemotron-3/compact", "seed": 9}})
     assert options is not None
@@ -52,6 +61,7 @@ def test_a_recipe_gives_each_layer_its_config() -> None:
         ({KEY: {"recipe": 3}}, TypeError, "is not a name"),
         ({KEY: {"recipe": "auto", "seed": "1"}}, TypeError, "seed '1' is not an integer"),
         ({KEY: {"recipe": "auto", "seed": True}}, TypeError, "seed True"),
+        ({KEY: {"recipe": "auto", "block_shortcut": 0}}, TypeError, "block_shortcut 0 is not true"),
         ({KEY: {"update_dtype": "fp16", "buffer_len": 65}}, ValueError, "buffer_len 65"),
         ({KEY: {"update_dtype": "fp15"}}, ValueError, "fp15"),
         ({KEY: {"update_dtype": {1}}}, TypeError, "plain JSON"),

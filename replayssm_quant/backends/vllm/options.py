@@ -2,8 +2,8 @@
 
 Either a recipe, ``{"recipe": "nemotron-3"}`` (a shipped name, name/variant, a .yaml path or
 ``auto``), or the fields of a ``StateConfig``, ``{"update_dtype": "fp16", "output_dtype":
-"nvfp4"}``. ``seed`` goes with both. vLLM hashes the mapping into its compile cache and hands it
-to every process, which an environment variable would not do.
+"nvfp4"}``. ``seed`` and ``block_shortcut`` go with both. vLLM hashes the mapping into its
+compile cache and hands it to every process, which an environment variable would not do.
 """
 
 from __future__ import annotations
@@ -19,16 +19,22 @@ from ...state.geometry import read_geometry
 
 KEY = "replayssm_quant"
 FIELDS = tuple(StateConfig().to_dict()) + ("block_size",)
-KNOWN = ("recipe", *FIELDS)
+COMMON = ("seed", "block_shortcut")
+KNOWN = ("recipe", *FIELDS, "block_shortcut")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for: a recipe's name, or one config for every layer."""
+    """What the user asked for: a recipe's name, or one config for every layer.
+
+    block_shortcut: whether vLLM's scheduler looks for cache blocks only in steps that can need one
+    (``blocks``).
+    """
 
     recipe: str | None
     config: StateConfig | None
     seed: int = 0
+    block_shortcut: bool = True
 
     @property
     def label(self) -> str:
@@ -84,7 +90,10 @@ def parse(additional_config: Any) -> Options | None:
     seed = values.get("seed", 0)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"{where}: seed {seed!r} is not an integer")
-    rest = {k: v for k, v in values.items() if k not in ("recipe", "seed")}
+    block_shortcut = values.get("block_shortcut", True)
+    if not isinstance(block_shortcut, bool):
+        raise TypeError(f"{where}: block_shortcut {block_shortcut!r} is not true or false")
+    rest = {k: v for k, v in values.items() if k not in ("recipe", *COMMON)}
     if "recipe" in values:
         recipe = values["recipe"]
         if not isinstance(recipe, str) or not recipe:
@@ -93,7 +102,8 @@ def parse(additional_config: Any) -> Options | None:
             raise ValueError(
                 f"{where}: recipe and {next(iter(rest))} both set the format; give one of them"
             )
-        return Options(recipe, None, seed)
+        return Options(recipe, None, seed, block_shortcut)
     if "update_dtype" not in values:
         raise ValueError(f"{where}: give a recipe (for example 'auto') or an update_dtype")
-    return Options(None, StateConfig.from_dict({**rest, "seed": seed}), seed)
+    config = StateConfig.from_dict({**rest, "seed": seed})
+    return Options(None, config, seed, block_shortcut)
