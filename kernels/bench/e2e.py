@@ -610,18 +610,19 @@ def _alone(lock: str | None) -> Iterator[None]:
 
 
 def points_of(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """What each engine is to measure, in this order."""
-    points: list[dict[str, Any]] = [{"batch": b, "tokens": t} for b, t in args.batches]
+    """What each engine is to measure, in this order: the first batch, profiles, other batches."""
+    timed: list[dict[str, Any]] = [{"batch": b, "tokens": t} for b, t in args.batches]
     largest, tokens = max(args.batches)
+    more: list[dict[str, Any]] = []
+    if args.profile:
+        more.append({"batch": largest, "tokens": None, "kind": PROFILE})
+    if args.host_profile is not None:
+        more.append({"batch": largest, "tokens": None, "kind": HOST_PROFILE})
     if args.host_parts is not None:
         names = [[], *([n] for n in host.PARTS), list(host.PARTS)]
         some = {"batch": largest, "tokens": min(tokens, 120), "kind": HOST_PARTS}
-        points += [some | {"parts": parts} for parts in names]
-    if args.profile:
-        points.append({"batch": largest, "tokens": None, "kind": PROFILE})
-    if args.host_profile is not None:
-        points.append({"batch": largest, "tokens": None, "kind": HOST_PROFILE})
-    return points
+        more += [some | {"parts": parts} for parts in names]
+    return [timed[0], *more, *timed[1:]]
 
 
 def run(
