@@ -233,9 +233,9 @@ def _query_asm(elem):
 
 @triton.jit
 def store_words(c_ptr, word, t, OUTPUT: tl.constexpr):
-    """The words [1, 128] that ``_query_asm`` makes of token t to their places."""
+    """The words [M, 128] that ``_query_asm`` makes of tokens t, t + 1, ... to their places."""
     ELEM: tl.constexpr = OUTPUT[0]
-    n = tl.arange(0, 128)[None, :]
+    n, t = tl.arange(0, 128)[None, :], t + tl.arange(0, word.shape[0])[:, None]
     plane, q, j = n // 16, n % 16 // 4, n % 4
     if ELEM == "int8":
         k = j * 8 + 2 * (plane % 4) + plane // 4
@@ -246,23 +246,24 @@ def store_words(c_ptr, word, t, OUTPUT: tl.constexpr):
     else:
         k = j * 4 + plane
         mine = n < 64
-    tl.store(c_ptr + k * 32 + t * 4 + q, word, mask=mine)
+    tl.store(c_ptr + k * 32 + t * 4 + q, word, mask=mine & (t >= 0))
 
 
 @triton.jit
 def store_query(c_ptr, x, t, OUTPUT: tl.constexpr):
-    """``store_queries`` of token t alone: x fp32 [1, 128], of largest magnitude one.
+    """``store_queries`` of tokens t, t + 1, ...: x fp32 [M, 128], of largest magnitude one.
 
-    The program is one warp and a lane holds four neighbours of x, as loads of four elements leave
-    them.
+    The program is one warp and a lane holds four neighbours of a row of x, as loads of four
+    elements leave them.
     """
     if PTX:
         ASM: tl.constexpr = _query_asm(OUTPUT[0])
         word = tl.inline_asm_elementwise(ASM[0], ASM[1], [x], dtype=tl.int32, is_pure=True, pack=4)
         store_words(c_ptr, word, t, OUTPUT)
     else:
-        low, high = tl.split(tl.permute(tl.reshape(x, [1, 2, 64]), (0, 2, 1)))
-        store_queries(c_ptr + t * 4, low, high, tl.arange(0, 1) >= 0, OUTPUT)
+        M: tl.constexpr = x.shape[0]
+        low, high = tl.split(tl.permute(tl.reshape(x, [M, 2, 64]), (0, 2, 1)))
+        store_queries(c_ptr + t * 4, low, high, tl.arange(0, M) >= 0, OUTPUT)
 
 
 @triton.jit

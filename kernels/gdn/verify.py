@@ -314,24 +314,26 @@ def verify_prepare_kernel(
                 ring_beta_ptr + slot * ring_beta_stride + head,
                 w_ptr + row * (TOKENS * (LP + TOKENS)), HV, LP, LENGTH, TREE,
             )  # fmt: skip
-            if MATRIX:  # token by token, four neighbours a lane
+            if MATRIX:  # four tokens at a time, four neighbours a lane
                 tl.store(scratch + LP * LP + t[:, None] * KP + n[None, :], moved)
                 tl.store(of_tokens + 2 * TOKENS + t, fade)
                 tl.debug_barrier()
                 m = tl.multiple_of(tl.arange(0, KP), 4)[None, :]
-                for i in range(count):
-                    x = q_ptr + i_b * q_stride + i * q_token + i_k * K + m
-                    x = tl.load(x).to(tl.float32)
-                    x = x * tl.load(of_tokens + TOKENS + i)
-                    x = x - tl.load(scratch + LP * LP + i * KP + m)
+                for first in range(0, count, 4):
+                    some = first + tl.arange(0, 4)
+                    x = q_ptr + i_b * q_stride + some[:, None] * q_token + i_k * K + m
+                    x = tl.load(x, mask=(some < count)[:, None], other=0.0).to(tl.float32)
+                    x = x * tl.load(of_tokens + TOKENS + some)[:, None]
+                    x = x - tl.load(scratch + LP * LP + some[:, None] * KP + m)
                     if ROTATE:
-                        x = rotate_rows(x, sign_ptr, 1, K, KP, True)
+                        x = rotate_rows(x, sign_ptr, 4, K, KP, True)
                     x, top = unit_queries(x, OUTPUT)
-                    store_query(c_ptr + row * QUERY_WORDS, x, i, OUTPUT)
-                    rest = tl.load(of_tokens + 2 * TOKENS + i)
-                    tl.store(top_ptr + row * TOKENS + i + tl.arange(0, 1), top * rest)
-                zero_queries(c_ptr + row * QUERY_WORDS, count)
-                tl.store(top_ptr + row * TOKENS + t, 0.0, mask=t >= count)
+                    store_query(c_ptr + row * QUERY_WORDS, x, first, OUTPUT)
+                    rest = tl.load(of_tokens + 2 * TOKENS + some)
+                    tl.store(top_ptr + row * TOKENS + some, top * rest)
+                made = tl.cdiv(count, 4) * 4
+                zero_queries(c_ptr + row * QUERY_WORDS, made)
+                tl.store(top_ptr + row * TOKENS + t, 0.0, mask=t >= made)
             else:
                 r = q_raw.to(tl.float32) * q_scale[:, None] - moved
                 _store_all(r, fade, c_ptr, top_ptr, row, sign_ptr, K, KP, ROTATE, OUTPUT, MATRIX)

@@ -88,16 +88,19 @@ def _prepare_queries(
 ):  # fmt: skip
     """The queries of a row and group for ``verify_matrix``; pointers are there."""
     n = tl.multiple_of(tl.arange(0, N), 4)[None, :]  # four neighbours a lane
-    for i in range(count):
-        x = tl.load(C + i * C_token + n).to(tl.float32)
+    for first in range(0, count, 4):
+        t = first + tl.arange(0, 4)
+        x = tl.load(C + t[:, None] * C_token + n, mask=(t < count)[:, None], other=0.0)
+        x = x.to(tl.float32)
         if ROTATE:
-            x = rotate_rows(x, sign_ptr, 1, N, N, True)
+            x = rotate_rows(x, sign_ptr, 4, N, N, True)
         x, top = unit_queries(x, OUTPUT)
-        store_query(c, x, i, OUTPUT)
-        tl.store(top_ptr + i + tl.arange(0, 1), top)
-    zero_queries(c, count)
+        store_query(c, x, first, OUTPUT)
+        tl.store(top_ptr + t, top)
+    made = tl.cdiv(count, 4) * 4
+    zero_queries(c, made)
     t = tl.arange(0, TOKENS)
-    tl.store(top_ptr + t, 0.0, mask=t >= count)
+    tl.store(top_ptr + t, 0.0, mask=t >= made)
 
 
 @triton.jit
