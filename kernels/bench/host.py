@@ -33,10 +33,8 @@ def _spinning(event: type) -> type:
     """``torch.cuda.Event`` whose ``blocking`` is never set."""
 
     class Spinning(event):
-        def __new__(
-            cls, enable_timing: bool = False, blocking: bool = False, *more: Any, **how: Any
-        ):
-            return super().__new__(cls, enable_timing, False, *more, **how)
+        def __new__(cls, enable_timing: bool = False, blocking: bool = False, **how: Any) -> Any:
+            return super().__new__(cls, enable_timing=enable_timing, blocking=False, **how)
 
     return Spinning
 

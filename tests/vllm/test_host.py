@@ -14,9 +14,9 @@ from replayssm_quant.kernels.bench import host
 
 def test_events_spin_and_collection_rests_inside_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     class Event:
-        def __new__(cls, enable_timing: bool = False, blocking: bool = False, *more: Any) -> Any:
+        def __new__(cls, enable_timing: bool = False, blocking: bool = False, **how: Any) -> Any:
             self = super().__new__(cls)
-            self.made = (enable_timing, blocking, *more)  # type: ignore[attr-defined]
+            self.made = (enable_timing, blocking, *how.values())  # type: ignore[attr-defined]
             return self
 
     import torch
@@ -25,7 +25,8 @@ def test_events_spin_and_collection_rests_inside_alone(monkeypatch: pytest.Monke
     runner = SimpleNamespace(prepare_inputs_event=Event(False, True))
     kept = runner.prepare_inputs_event
     with host.lean(["spin", "gc"], runner):
-        assert torch.cuda.Event(True, blocking=True).made == (True, False)  # type: ignore[attr-defined]
+        made = torch.cuda.Event(True, blocking=True, external=True)
+        assert made.made == (True, False, True)  # type: ignore[attr-defined]
         assert runner.prepare_inputs_event.made == (False, False) and not gc.isenabled()
     assert torch.cuda.Event is Event and runner.prepare_inputs_event is kept and gc.isenabled()
     with host.lean([]):
