@@ -12,6 +12,7 @@ from replayssm_quant.backends.vllm.checks import (
     version_problem,
 )
 from replayssm_quant.backends.vllm.options import KEY
+from replayssm_quant.backends.vllm.plugin import drop_placeholder_drafts
 
 HF = {
     "model_type": "nemotron_h",
@@ -165,3 +166,18 @@ def test_prefix_caching_is_off_by_default_where_the_plugin_is_asked_for(
     said: list[str] = []
     turn_off_prefix_caching(arguments, said.append)
     assert arguments.enable_prefix_caching is expected and len(said) == warnings
+
+
+def test_a_prompt_of_one_token_keeps_no_placeholder_drafts() -> None:
+    """A row that verifies keeps its drafts, also if they are placeholders for the worker."""
+    computed = {"new": 0, "old": 7}
+    requests = {k: SimpleNamespace(num_computed_tokens=v) for k, v in computed.items()}
+    output = SimpleNamespace(
+        scheduled_spec_decode_tokens={"old": [-1, -1, -1], "new": [-1, -1, -1]},
+        num_scheduled_tokens={"old": 4, "new": 4, "prompt": 9},
+        total_num_scheduled_tokens=17,
+    )
+    drop_placeholder_drafts(output, requests)
+    assert output.scheduled_spec_decode_tokens == {"old": [-1, -1, -1]}
+    assert output.num_scheduled_tokens == {"old": 4, "new": 1, "prompt": 9}
+    assert output.total_num_scheduled_tokens == 14

@@ -289,4 +289,4 @@ def test_an_unused_plugin_changes_no_token(
 def test_overrides_fit_the_installed_vllm(run_worker: Any) -> None:
     found = run_worker("signatures")
     assert found["problems"] == [] and found["checked"] >= 20
-    assert len(found["patches"]) == 2
+    assert len(found["patches"]) == 4

@@ -78,6 +78,16 @@ def jobs(folder: Path, dtype: str, excerpt: Any) -> list[dict[str, Any]]:
             | ngram(3)
             | {"max_num_batched_tokens": 19, "long_prefill_token_threshold": 15},
         },
+        # chunks of one token beside the first one's of fifteen, before any row has drafts; then a
+        # longer one, which has to fold what they left in the ring
+        base
+        | {
+            "name": "tails",
+            "engine": engine
+            | ngram(3)
+            | {"max_num_batched_tokens": 16, "long_prefill_token_threshold": 15},
+            "arrive": [6 - i for i in range(len(LENGTHS))],
+        },
         base | {"name": "recipe", "options": {"recipe": "auto"}, "poison": False},
         base
         | {"name": "recipe-drafts", "options": {"recipe": "auto"}, "engine": engine | ngram(3)},
@@ -133,7 +143,7 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any], tie: float) -> No
             assert gap <= tie, f"request {row} parts at token {at} with a gap of {gap}"
 
 
-@pytest.mark.parametrize("name", ["drafts", "wide", "every-step", "sparse", "chunks"])
+@pytest.mark.parametrize("name", ["drafts", "wide", "every-step", "sparse", "chunks", "tails"])
 def test_drafts_on_an_fp32_state_give_the_tokens_of_plain_vllm(
     found: dict[str, Any], family: str, name: str
 ) -> None:
@@ -149,13 +159,13 @@ def test_a_rounded_state_stays_within_its_noise(found: dict[str, Any], family: s
 
 
 def test_scenarios_did_what_they_are_for(found: dict[str, Any], family: str) -> None:
-    for name in ("drafts", "wide", "every-step", "sparse", "chunks"):
+    for name in ("drafts", "wide", "every-step", "sparse", "chunks", "tails"):
         log, spec = found[name]["log"], found[name]["spec"]
         assert log["drafted"] > 0 and log["rolled"] > 0 and spec["accepted_tokens"] > 0, name
         assert log["flushes"] > 0, name
     assert found["wide"]["log"]["ragged"] > 0
     assert found["sparse"]["log"]["rolled_without_drafts"] > 0
-    assert found["chunks"]["log"]["folded"] > 0  # a chunk of one token, then a longer one
+    assert found["tails"]["log"]["folded"] > 0
     # a flush folds between 1 and L + drafts tokens, and every token but the last ones of a request
     generated = TOKENS * len(LENGTHS)
     flushes = found["every-step"]["log"]["flushes"]

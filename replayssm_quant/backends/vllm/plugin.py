@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..._paths import drop_checkout
+from .blocks import MARK, shorten_scheduler
 from .checks import ARCHITECTURES, VERSIONS, check, turn_off_prefix_caching, version_problem
+from .options import parse
 
 MODELS = "replayssm_quant.backends.vllm.models"
-MARK = "_replayssm_quant"
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,34 @@ def _no_prefix_caching_by_default(original: Callable) -> Callable:
     return defaults
 
 
+def drop_placeholder_drafts(output: Any, requests: Any) -> None:
+    """Take the placeholder drafts from prompts of one token in a SchedulerOutput.
+
+    vLLM pads such a prompt to the length of the rows that verify drafts, if there are any. But it
+    is a prefill, which keeps every token it is given: the placeholders would stay in the state.
+    """
+    drafts = output.scheduled_spec_decode_tokens
+    for name in [n for n in drafts if requests[n].num_computed_tokens == 0]:
+        count = len(drafts.pop(name))
+        output.num_scheduled_tokens[name] -= count
+        output.total_num_scheduled_tokens -= count
+
+
+def _without_placeholder_drafts(original: Callable) -> Callable:
+    if _marked(original):
+        return original
+
+    @functools.wraps(original)
+    def update(self: Any, scheduler_output: Any) -> None:
+        if scheduler_output.scheduled_spec_decode_tokens:
+            if parse(self.vllm_config.additional_config) is not None:
+                drop_placeholder_drafts(scheduler_output, self.requests)
+        original(self, scheduler_output)
+
+    setattr(update, MARK, True)
+    return update
+
+
 PATCHES = (
     Patch(
         "vllm.model_executor.models.config:MODELS_CONFIG_MAP",
@@ -91,6 +120,18 @@ PATCHES = (
         "vllm.engine.arg_utils:EngineArgs._set_default_chunked_prefill_and_prefix_caching_args",
         "hybrid models cache prefixes by default; only here is it known that the user did not ask",
         _no_prefix_caching_by_default,
+    ),
+    Patch(
+        "vllm.v1.core.sched.scheduler:Scheduler._update_after_schedule",
+        "a prompt of one token beside rows with drafts is padded with placeholders, which its "
+        "prefill would keep in the state; this is the first call that sees a planned step",
+        _without_placeholder_drafts,
+    ),
+    Patch(
+        "vllm.v1.core.sched.scheduler:Scheduler.__init__",
+        "on hybrid models vLLM asks every cache group for blocks, for each request and step, which "
+        "a decode step rarely needs",
+        shorten_scheduler,
     ),
 )
 
