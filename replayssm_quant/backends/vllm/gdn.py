@@ -13,12 +13,13 @@ from vllm.platforms import current_platform
 
 from ... import ops
 from ...kernels.gdn.reference import gates
-from ...state.cache import PAD_SLOT
+from ...state.cache import PAD_SLOT, StepRows
 from ...state.geometry import LayerGeometry
 from .convolution import roll, update
-from .drafts import Verify
+from .drafts import Verify, VerifyBuffers
 from .layer import SplitLayer
 from .metadata import SplitGDNBackend, SplitGDNMetadata
+from .rehearsal import empty_rows
 
 
 @PluggableLayer.register_oot(name="QwenGatedDeltaNetAttention")
@@ -83,7 +84,8 @@ class SplitQwenGatedDeltaNet(SplitLayer, stock.QwenGatedDeltaNetAttention):
         if total > d:
             prefill(self, md, conv_prefill, b[d:], a[d:], out[d:])
         if d > 0:
-            self._decode(md, conv_decode, b[:d], a[:d], out[:d])
+            assert md.decode_rows is not None
+            self._step(md.decode_rows, conv_decode, b[:d], a[:d], out[:d])
         return None
 
     def _forward_drafts(
@@ -124,7 +126,18 @@ class SplitQwenGatedDeltaNet(SplitLayer, stock.QwenGatedDeltaNetAttention):
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         """One token or several a row, into ``out`` if given; returns [tokens, HV, V]."""
-        qkv, b, a = (step.pack(t) for t in (_convolve_drafts(self, step, qkv), b, a))
+        return self._verify_step(step, _convolve_drafts(self, step, qkv), b, a, out)
+
+    def _verify_step(
+        self,
+        step: Verify,
+        qkv: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """``_verify`` behind the convolution."""
+        qkv, b, a = (step.pack(t) for t in (qkv, b, a))
         where = {"layer": self.layer, "head_offset": self.head_offset}
         if qkv.is_cuda:  # norms and gates belong to the step's first kernel
             from ...kernels.gdn.verify import verify_packed
@@ -156,17 +169,15 @@ class SplitQwenGatedDeltaNet(SplitLayer, stock.QwenGatedDeltaNetAttention):
             v.unflatten(-1, (g.heads, g.rows)),
         )
 
-    def _decode(
+    def _step(
         self,
-        md: SplitGDNMetadata,
+        rows: StepRows,
         qkv: torch.Tensor,
         b: torch.Tensor,
         a: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """One token a row through the split state."""
-        rows = md.decode_rows
-        assert rows is not None
+        """One token a row through the split state, behind the convolution."""
         where = {"layer": self.layer, "head_offset": self.head_offset}
         if qkv.is_cuda:  # norms and gates belong to the step's first kernel
             from ...kernels.gdn.triton_ops import decode_packed
@@ -187,6 +198,28 @@ class SplitQwenGatedDeltaNet(SplitLayer, stock.QwenGatedDeltaNetAttention):
         q, k, v = self.heads(qkv)
         g, beta = gates(a, b, self.A_log, self.dt_bias)
         out.copy_(ops.gdn_decode(self.views, self.config, rows, q, k, v, g, beta, **where))
+
+    def rehearse(self, rows: int) -> None:
+        g, device, dtype = self.geometry, self.views.ckpt.device, self.act_dtype
+        channels, values = 2 * g.groups * g.n + g.heads * g.rows, g.heads * g.rows
+        # Qwen3-Next gathers q, k and v; of the others they are a part of the projection, with z
+        whole = channels if getattr(self, "gqa_interleaved_layout", False) else channels + values
+        for width in sorted({1, 1 + self.drafts}):
+            tokens = rows * width
+            qkv = torch.empty(tokens, whole, dtype=dtype, device=device)[:, :channels]
+            qkv = qkv.to(_conv_state(self).dtype).to(dtype)  # written over by the convolution
+            b, a = (t.contiguous() for t in qkv.new_empty(tokens, 2 * g.heads).chunk(2, 1))
+            out = qkv.new_empty(tokens, g.heads, g.rows)
+            if self.drafts:
+                step = VerifyBuffers(rows, device).step(rows, width)
+                self._verify_step(step, qkv, b, a, out)
+            else:
+                self._step(empty_rows(rows, device), qkv, b, a, out)
+        padding = empty_rows(rows, device)
+        state = ops.gdn_load(self.views, self.config, padding)
+        ops.store_state(
+            self.views, self.config, padding, state, layer=self.layer, head_offset=self.head_offset
+        )
 
     def before(self, md: SplitGDNMetadata, has_initial: torch.Tensor) -> torch.Tensor:
         """fp32 states [prefills, HV, V, K] that the prefill rows start from, rings folded in."""

@@ -18,6 +18,7 @@ from ...state.layout import StateViews
 from .checks import draft_tokens
 from .options import parse
 from .page import StatePage
+from .rehearsal import Rehearsal
 
 
 def layer_number(prefix: str, hf_config: Any) -> int:
@@ -44,6 +45,7 @@ class SplitLayer:
     views: StateViews
     config: StateConfig
     drafts = 0
+    rehearsal: Rehearsal | None = None
     _warming_up = False
 
     def split(self, vllm_config: Any, local: LayerGeometry) -> None:
@@ -72,6 +74,7 @@ class SplitLayer:
         self.head_offset = get_tensor_model_parallel_rank() * local.heads
         scheduler = vllm_config.scheduler_config
         self.max_prefills = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        self.max_rows = scheduler.max_num_seqs
         self.drafts = draft_tokens(vllm_config)
         self.configs = options.layer_configs(model.hf_config, str(model.model))
         self.config = self.configs[self.layer]
@@ -109,6 +112,15 @@ class SplitLayer:
         super().bind_kv_cache(kv_cache)
         if self.page is not None:
             self.views = self.page.views(self.kv_cache[1])
+            if self.rehearsal is not None:
+                self.rehearsal.bound(self)
+
+    def rehearse(self, rows: int) -> None:
+        """Launch what steps of ``rows`` rows launch, on inputs that mean nothing.
+
+        Shapes, dtypes and strides are those of a step; only where launches are not run.
+        """
+        raise NotImplementedError
 
     def reserve(self, device: torch.device) -> None:
         """Allocate once what the largest prefill needs, so that vLLM's profile run counts it.

@@ -16,12 +16,13 @@ from vllm.model_executor.layers.mamba.ops.causal_conv1d import (
 from vllm.model_executor.layers.mamba.ops.ssd_combined import mamba_chunk_scan_combined_varlen
 
 from ... import ops
-from ...state.cache import PAD_SLOT
+from ...state.cache import PAD_SLOT, StepRows
 from ...state.geometry import LayerGeometry
 from .convolution import roll, update
-from .drafts import Verify
+from .drafts import Verify, VerifyBuffers
 from .layer import SplitLayer
 from .metadata import SplitMamba2Backend, SplitMamba2Metadata
+from .rehearsal import empty_rows
 
 
 @PluggableLayer.register_oot(name="MambaMixer2")
@@ -62,11 +63,7 @@ class SplitMambaMixer2(SplitLayer, MambaMixer2):
                 self.reserve(projected_states.device)
             return super().conv_ssm_forward(projected_states, output)
         assert isinstance(md, SplitMamba2Metadata)
-        xbc, dt = torch.split(
-            projected_states[..., self.tped_intermediate_size :],
-            [self.tped_conv_size, self.tped_dt_size],
-            dim=-1,
-        )
+        xbc, dt = self._projections(projected_states)
         d, total = md.num_decode_tokens, md.num_decode_tokens + md.num_prefill_tokens
         if total > d:
             self._prefill(md, xbc[d:total], dt[d:total], output[d:total])
@@ -75,6 +72,11 @@ class SplitMambaMixer2(SplitLayer, MambaMixer2):
         elif d > 0:
             self._decode(md, xbc[:d], dt[:d], output[:d])
         return None
+
+    def _projections(self, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the convolution takes [t, channels], and dt [t, H], of the projected tokens."""
+        sizes = [self.tped_conv_size, self.tped_dt_size]
+        return torch.split(projected[..., self.tped_intermediate_size :], sizes, dim=-1)
 
     @property
     def _conv_state(self) -> torch.Tensor:
@@ -167,6 +169,12 @@ class SplitMambaMixer2(SplitLayer, MambaMixer2):
             conv_state_indices=blocks,
             max_query_len=blocks.size(-1),
         )
+        self._step(rows, conv, dt, out)
+
+    def _step(
+        self, rows: StepRows, conv: torch.Tensor, dt: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """``_decode`` behind the convolution."""
         x, B, C = self._heads(conv)
         inputs = (self.views, self.config, rows, x, dt, self.A, B, C)
         more = self._step_options
@@ -179,7 +187,12 @@ class SplitMambaMixer2(SplitLayer, MambaMixer2):
 
     def _verify(self, step: Verify, xbc: torch.Tensor, dt: torch.Tensor, out: torch.Tensor) -> None:
         """One token or several a row, of which the engine may forget the last ones."""
-        conv = self._convolve_drafts(step, xbc)
+        self._verify_step(step, self._convolve_drafts(step, xbc), dt, out)
+
+    def _verify_step(
+        self, step: Verify, conv: torch.Tensor, dt: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """``_verify`` behind the convolution."""
         x, B, C = (step.pack(t) for t in self._heads(conv))
         inputs = (self.views, self.config, step.rows, x, step.pack(dt), self.A, B, C)
         if x.is_cuda and step.gather is None:  # writes where the layer wants it
@@ -214,4 +227,24 @@ class SplitMambaMixer2(SplitLayer, MambaMixer2):
             query_start_loc=step.starts,
             max_query_len=1 + self.drafts,
             null_block_id=PAD_SLOT,
+        )
+
+    def rehearse(self, rows: int) -> None:
+        g, device = self.geometry, self.views.ckpt.device
+        of_one = self.tped_intermediate_size + self.tped_conv_size + self.tped_dt_size
+        for width in sorted({1, 1 + self.drafts}):
+            tokens = rows * width
+            projected = torch.empty(tokens, of_one, dtype=self.act_dtype, device=device)
+            out = projected.new_empty(tokens, g.heads * g.rows)
+            xbc, dt = self._projections(projected)
+            # the convolution writes over its input, where that has the dtype of its state
+            conv = xbc.to(self._conv_state.dtype).to(xbc.dtype)
+            if self.drafts:
+                self._verify_step(VerifyBuffers(rows, device).step(rows, width), conv, dt, out)
+            else:
+                self._step(empty_rows(rows, device), conv, dt, out)
+        padding = empty_rows(rows, device)
+        state = ops.mamba2_load(self.views, self.config, padding, self.A)
+        ops.store_state(
+            self.views, self.config, padding, state, layer=self.layer, head_offset=self.head_offset
         )

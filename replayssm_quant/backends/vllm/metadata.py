@@ -123,7 +123,8 @@ class RowPlanner:
         of a captured graph. where: the rows' places in the batch, by default the first ones.
         """
         rows = blocks.shape[0]
-        width = max(1, int(counts.max()))
+        # one of two widths: every other would be kernels of its own, compiled as it comes
+        width = 1 + self.drafts if int(counts.max()) > 1 else 1
         step = self.verify_buffers.step(rows, width)
         keys = self._keys(slice(rows) if where is None else where)
         self._slots().verify(step, blocks, seq_lens[:rows], starts, keys)

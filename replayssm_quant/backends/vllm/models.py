@@ -18,6 +18,7 @@ from .checks import ARCHITECTURES
 from .layer import SplitLayer
 from .options import parse
 from .page import start_line
+from .rehearsal import Rehearsal
 
 logger = init_logger("vllm.replayssm_quant")
 
@@ -72,6 +73,9 @@ class SplitStateModel:
         layers = _split_layers(vllm_config)
         if layers:
             _announce(vllm_config, layers)
+            rehearsal = Rehearsal(layers, lambda line: logger.info("%s", line))
+            for layer in layers:
+                layer.rehearsal = rehearsal
             self.get_model_state_cls = _request_states  # asked for by the V2 model runner
 
     @classmethod

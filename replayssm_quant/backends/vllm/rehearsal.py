@@ -1,0 +1,77 @@
+"""Compiles what the layers of an engine will launch while it starts, all of it at once.
+
+Otherwise every kernel is compiled at its first launch, one after the other: minutes in which the
+engine is not up, or a request waits. Layers are asked to launch their steps on inputs that mean
+nothing (``SplitLayer.rehearse``) where launches are compiled and not run. No vLLM here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from ...state.cache import StepRows
+
+
+def batches(kind: str, most: int) -> list[int]:
+    """Batches of up to ``most`` rows whose steps are launched differently.
+
+    kind: ``mamba2`` or ``gdn``. Launches change where the tables say so; a batch of one and
+    multiples of 16 may compile to kernels of their own.
+    """
+    module = importlib.import_module(f"replayssm_quant.kernels.{kind}.triton_ops")
+    found = {1}
+    for table in module.LAUNCH.values():
+        for least, _ in table:
+            found |= {least, least + 1, -(-least // 16) * 16}
+    return sorted(b for b in found if b <= max(most, 1))
+
+
+def empty_rows(count: int, device: torch.device) -> StepRows:
+    """Control rows of ``count`` padding rows."""
+
+    def zeros(dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(count, dtype=dtype, device=device)
+
+    slots = torch.full((count,), -1, dtype=torch.int64, device=device)
+    return StepRows(
+        slots, zeros(torch.int32), zeros(torch.bool), zeros(torch.int32), zeros(torch.int64)
+    )
+
+
+class Rehearsal:
+    """Runs once for every cache that the layers of this rank are given."""
+
+    def __init__(self, layers: Iterable[Any], log: Callable[[str], object]):
+        self.layers, self.log = list(layers), log
+        self.waiting = {id(layer) for layer in self.layers}
+
+    def bound(self, layer: Any) -> None:
+        """Told by each layer that it has its cache; the last one starts it."""
+        self.waiting.discard(id(layer))
+        if self.waiting:
+            return
+        self.waiting = {id(layer) for layer in self.layers}
+        if self.layers[0].views.ckpt.is_cuda:
+            self.run()
+
+    def run(self) -> None:
+        """Compile; says how many kernels and how long, if it took more than a second."""
+        from ...kernels.common.ahead import can_compile_ahead, compile_ahead
+
+        if not can_compile_ahead():
+            return
+        with torch.inference_mode(), compile_ahead() as found:
+            for layer in self.layers:
+                for rows in batches(layer.geometry.kind, layer.max_rows):
+                    layer.rehearse(rows)
+        if found.seconds > 1:
+            self.log(
+                f"replayssm_quant: compiled {found.kernels} kernels in {found.seconds:.0f} s "
+                f"({found.threads} threads)"
+            )
+        for error in found.errors:
+            self.log(f"replayssm_quant: a kernel did not compile: {error[:300]}")
