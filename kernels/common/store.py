@@ -81,12 +81,21 @@ def encode_state(
 def fetch_following(
     following, column, column_ok, FORMAT: tl.constexpr, R: tl.constexpr, N: tl.constexpr
 ):
-    """``fetch_tile`` of (pair, row_ok, code, low and scale pointers), or () of ()."""
+    """``fetch_tile`` of (pair, row_ok, code, low and scale pointers), or () of ().
+
+    After them (pointer, mask) pairs and plain pointers may follow, a tuple each: what is there.
+    """
     if len(following) > 0:
-        return fetch_tile(
+        fetched = fetch_tile(
             following[0], column, following[1], column_ok, following[2], following[3],
             following[4], FORMAT, R, N,
         )  # fmt: skip
+        if len(following) > 5:
+            for k in tl.static_range(len(following[5])):
+                fetched = fetched + (tl.load(following[5][k][0], mask=following[5][k][1], other=0),)
+            for k in tl.static_range(len(following[6])):
+                fetched = fetched + (tl.load(following[6][k]),)
+        return fetched
     else:
         return ()
 

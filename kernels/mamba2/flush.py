@@ -173,34 +173,62 @@ def store_terms(
 
 
 @triton.jit
-def weighted_pairs(
-    ring_x, x_now, weight_ptr, valid, i_t, FIRST: tl.constexpr,
-    H: tl.constexpr, R: tl.constexpr, NEW: tl.constexpr,
+def ask_pairs(
+    ring_x, x_now, weight_ptr, valid, i_t, LP: tl.constexpr, H: tl.constexpr, R: tl.constexpr,
+    NEW: tl.constexpr,
 ):  # fmt: skip
-    """Weighted x of sixteen tokens from FIRST on, as ``fold.left_operands`` wants it."""
+    """What ``weighted_pairs`` is made of: (pointer, mask) pairs of x, and pointers of weights."""
     place = tl.arange(0, 16)
     row = 2 * tl.arange(0, PAIRS)[:, None] + (place % 2)[None, :] + i_t * (2 * PAIRS)
     row_ok = row < R
+    xs = ()
+    weights = ()
+    for k in tl.static_range(LP // 8):
+        token = k // 2 * 16 + token_of(place) + k % 2
+        inside = (token < valid)[None, :] & row_ok
+        xs = xs + ((ring_x + token[None, :] * (H * R) + row, inside),)
+        if NEW:
+            now = x_now + row + token[None, :] * 0
+            xs = xs + ((now, (token == valid)[None, :] & row_ok),)
+        weights = weights + (weight_ptr + token,)
+    return xs, weights
+
+
+@triton.jit
+def load_pairs(xs, weights):
+    """What is at the pointers of ``ask_pairs``, a tuple."""
+    out = ()
+    for k in tl.static_range(len(xs)):
+        out = out + (tl.load(xs[k][0], mask=xs[k][1], other=0),)
+    for k in tl.static_range(len(weights)):
+        out = out + (tl.load(weights[k]),)
+    return out
+
+
+@triton.jit
+def weighted_pairs(loaded, valid, STEP: tl.constexpr, LP: tl.constexpr, NEW: tl.constexpr):
+    """Weighted x of tokens 16 STEP and on, as ``fold.left_operands`` wants it, from what was loaded
+    at the pointers of ``ask_pairs``."""
+    place = tl.arange(0, 16)
+    EACH: tl.constexpr = 2 if NEW else 1
     out = ()
     for e in tl.static_range(2):
-        token = FIRST + token_of(place) + e
-        weight = tl.load(weight_ptr + token)[None, :]
-        inside = (token < valid)[None, :] & row_ok
-        x = tl.load(ring_x + token[None, :] * (H * R) + row, mask=inside, other=0.0)
+        x = loaded[(2 * STEP + e) * EACH]
         if NEW:
-            inside = (token == valid)[None, :] & row_ok
-            now = tl.load(x_now + row, mask=inside, other=0.0).to(x.dtype)
+            token = STEP * 16 + token_of(place) + e
+            now = loaded[(2 * STEP + e) * EACH + 1].to(x.dtype)
             x = tl.where((token == valid)[None, :], now, x)
-        out = out + (x.to(tl.float32) * weight,)
+        weight = loaded[LP // 8 * EACH + 2 * STEP + e]
+        out = out + (x.to(tl.float32) * weight[None, :],)
     return out
 
 
 @triton.jit
 def fold_tile(
-    words, tile, following,
+    words, tile, inputs_at, factor, following,
     i_b, i_h, i_t, key, position, valid, ring_x, inputs,
     x_ptr, z_ptr, y_ptr, D_ptr, ring_x_ptr,
-    weight_ptr, decay_ptr, window_ptr, vector_ptr,  # at this head and its group
+    weight_ptr, window_ptr, vector_ptr,  # at this head and its group
     code, low, scales, tiles, copy, copy_scale, copy_tile,  # at this head
     z_stride, y_stride, layer, head_offset,
     H: tl.constexpr, R: tl.constexpr, N: tl.constexpr, WP: tl.constexpr,
@@ -211,6 +239,7 @@ def fold_tile(
 ):  # fmt: skip
     """Fold the window into a fetched tile, store it and its y; what ``encode_state`` fetches.
 
+    inputs_at: of windows in fragments what ``load_pairs`` gives; factor: the decay of the window.
     Without NEW the step brings no token, and there is no y.
     """
     W: tl.constexpr = N // 8
@@ -222,11 +251,9 @@ def fold_tile(
     if in_fragments(N // 8, WARPS):
         lefts = ()
         for k in tl.static_range(LP // 16):
-            first, second = weighted_pairs(
-                ring_x, x_ptr + inputs, weight_ptr, valid, i_t, k * 16, H, R, NEW
-            )
+            first, second = weighted_pairs(inputs_at, valid, k, LP, NEW)
             lefts = lefts + left_operands(first, second, LEFT)
-        values = add_fragments(values, tl.load(decay_ptr), lefts, window_ptr, LP, LEFT, TERMS)
+        values = add_fragments(values, factor, lefts, window_ptr, LP, LEFT, TERMS)
     else:
         row = tl.arange(0, 2 * PAIRS) + i_t * (2 * PAIRS)
         x = tl.load(
@@ -237,9 +264,7 @@ def fold_tile(
             x_now = tl.load(x_ptr + inputs + row, mask=row < R, other=0.0).to(x.dtype)
             x = tl.where((token == valid)[:, None], x_now[None, :], x)
         left = stack_rows(x.to(tl.float32) * tl.load(weight_ptr + token)[:, None], LP)
-        values = add_window(
-            values, tl.load(decay_ptr), left, window_ptr, WP, LP, WARPS, LEFT, TERMS
-        )
+        values = add_window(values, factor, left, window_ptr, WP, LP, WARPS, LEFT, TERMS)
     if NEW:
         ys = (values[0] * 0.0, values[8] * 0.0)
         for i in tl.static_range(8):
@@ -286,11 +311,18 @@ def flush_tile(
     scales = scale_ptr + slot * scale_stride + i_h * SCALE_HEAD
     tiles = tile_ptr + slot * tile_stride + i_h * TILES
     words = fetch_tile(pair, column, row_ok, column < N // 8, code, low, scales, UPDATE, R, N)
+    ring_x = ring_x_ptr + slot * ring_x_stride + i_h * R
+    loaded = ()
+    if in_fragments(N // 8, WARPS):
+        xs, weights = ask_pairs(
+            ring_x, x_ptr + i_b * x_stride + i_h * R, weight_ptr, valid, i_t, LP, H, R, True
+        )
+        loaded = load_pairs(xs, weights)
     fold_tile(
-        words, fetch_tile_scale(pair, tiles, UPDATE), (),
+        words, fetch_tile_scale(pair, tiles, UPDATE), loaded, tl.load(decay_ptr), (),
         i_b, i_h, i_t, tl.load(key_ptr + i_b), tl.load(position_ptr + i_b), valid,
-        ring_x_ptr + slot * ring_x_stride + i_h * R, i_b * x_stride + i_h * R,
-        x_ptr, z_ptr, y_ptr, D_ptr, ring_x_ptr, weight_ptr, decay_ptr, window_ptr, vector_ptr,
+        ring_x, i_b * x_stride + i_h * R,
+        x_ptr, z_ptr, y_ptr, D_ptr, ring_x_ptr, weight_ptr, window_ptr, vector_ptr,
         code, low, scales, tiles,
         copy_ptr + slot * copy_stride + i_h * COPY_HEAD,
         copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD,
@@ -349,25 +381,47 @@ def flush_run(
         scales + i_h * SCALE_HEAD, UPDATE, R, N,
     )  # fmt: skip
     tile = fetch_tile_scale(pair, tiles + i_h * TILES, UPDATE)
+    factor = tl.load(decays + i_h)
+    FRAGMENTS: tl.constexpr = in_fragments(N // 8, WARPS)
+    TILED: tl.constexpr = UPDATE[3] == "block" and UPDATE[5] == "e4m3"
+    COUNT: tl.constexpr = len(words)
+    inputs = x_ptr + i_b * x_stride
+    loaded = ()
+    if FRAGMENTS:
+        xs, at = ask_pairs(
+            ring_x + i_h * R, inputs + i_h * R, weights + i_h * LP, valid, i_t, LP, H, R, NEW
+        )
+        loaded = load_pairs(xs, at)
+    INPUTS: tl.constexpr = len(loaded)
     for unit in range(start, last + 1):
         i_h, i_t = unit // TILES, unit % TILES
         after = tl.minimum(unit + 1, last)
-        n_h = after // TILES
-        next_pair = after % TILES * PAIRS + tl.arange(0, PAIRS)
+        n_h, n_t = after // TILES, after % TILES
+        next_pair = n_t * PAIRS + tl.arange(0, PAIRS)
         following = (
             next_pair, (2 * next_pair < R, 2 * next_pair + 1 < R),
             code + n_h * CODE_HEAD, low + n_h * LOW_HEAD, scales + n_h * SCALE_HEAD,
         )  # fmt: skip
+        if FRAGMENTS:  # next, too
+            xs, at = ask_pairs(
+                ring_x + n_h * R, inputs + n_h * R, weights + n_h * LP, valid, n_t, LP, H, R, NEW
+            )
+        else:
+            xs, at = (), ()
+        if TILED:
+            following = following + (xs, at + (decays + n_h, tiles + n_h * TILES + n_t))
+        else:
+            following = following + (xs, at + (decays + n_h,))
         past = tl.minimum(tl.arange(0, LP), tl.maximum(valid - 1, 0))
-        row = n_h * R + after % TILES * (2 * PAIRS)
+        row = n_h * R + n_t * (2 * PAIRS)
         prefetch(ring_x + row + past * (H * R))
         if NEW:
-            prefetch(x_ptr + i_b * x_stride + row + tl.arange(0, 1))
+            prefetch(inputs + row + tl.arange(0, 1))
         i_g = i_h // (H // G)
-        words = fold_tile(
-            words, tile, following, i_b, i_h, i_t, key, position, valid,
+        fetched = fold_tile(
+            words, tile, loaded, factor, following, i_b, i_h, i_t, key, position, valid,
             ring_x + i_h * R, i_b * x_stride + i_h * R,
-            x_ptr, z_ptr, y_ptr, D_ptr, ring_x_ptr, weights + i_h * LP, decays + i_h,
+            x_ptr, z_ptr, y_ptr, D_ptr, ring_x_ptr, weights + i_h * LP,
             windows + i_g * (TERMS * LP * 8 * WP), vectors + i_g * N,
             code + i_h * CODE_HEAD, low + i_h * LOW_HEAD, scales + i_h * SCALE_HEAD,
             tiles + i_h * TILES, copy + i_h * COPY_HEAD, copy_scale + i_h * COPY_SCALE_HEAD,
@@ -375,7 +429,15 @@ def flush_run(
             z_stride, y_stride, layer, head_offset, H, R, N, WP, LP, TERMS, LEFT, WARPS,
             UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, D_ROWS, HAS_Z, NEW,
         )  # fmt: skip
-        tile = fetch_tile_scale(next_pair, tiles + n_h * TILES, UPDATE)
+        words = ()
+        for k in tl.static_range(COUNT):
+            words = words + (fetched[k],)
+        loaded = ()
+        for k in tl.static_range(INPUTS):
+            loaded = loaded + (fetched[COUNT + k],)
+        factor = fetched[COUNT + INPUTS]
+        if TILED:
+            tile = fetched[COUNT + INPUTS + 1]
 
 
 @triton.jit(do_not_specialize=("layer", "head_offset"))
