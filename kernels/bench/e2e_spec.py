@@ -195,7 +195,7 @@ class DraftEngine(Engine):
     module = __spec__.name
 
     def find_arm(self, name: str) -> dict[str, Any]:
-        return arm_of(name)
+        return arm_of(name) | {"runner": "v2"}  # V1 has no synthetic acceptance, and says nothing
 
     def arguments(self, model: Path) -> dict[str, Any]:
         return engine_arguments(model, self.arm, self.args)
