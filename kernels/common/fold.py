@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from ...formats.rotation import matrix
+from .matrix import mma
 from .planes import PAIRS, PTX, as_float
 
 
@@ -44,6 +45,24 @@ def list_flushes(slot_ptr, flush_ptr, list_ptr, batch, EVERY_STEP: tl.constexpr)
         tl.store(list_ptr + at, row, mask=chosen > 0)
         count += tl.sum(chosen, 0)
     tl.store(list_ptr, count)
+
+
+@triton.jit
+def nth_flush(slot_ptr, flush_ptr, batch, nth, EVERY_STEP: tl.constexpr):
+    """The batch row that flushes as number nth, from 0 on; -1 where fewer do."""
+    count = batch * 0
+    found = count - 1
+    start = batch * 0
+    while (start < batch) & (found < 0):
+        row = start + tl.arange(0, 256)
+        chosen = tl.load(slot_ptr + row, mask=row < batch, other=-1) >= 0
+        if not EVERY_STEP:
+            chosen &= tl.load(flush_ptr + row, mask=row < batch, other=0).to(tl.int32) != 0
+        at = count + tl.cumsum(chosen.to(tl.int32), 0)
+        found = tl.max(tl.where(chosen & (at == nth + 1), row, -1), 0)
+        count = tl.max(at, 0)
+        start += 256
+    return found
 
 
 @triton.jit
@@ -117,6 +136,15 @@ def store_fragments(window, x, n):
 
 
 @triton.jit
+def fragment_place(token, n, W: tl.constexpr):
+    """Where ``store_fragments`` keeps element n of 8 W of a token; W 16, or less and padded."""
+    plane, column = _plane_and_column(n, W, 16)
+    a, b, d = column // 4, column // 2 % 2, column % 2
+    step, h, q, e = token // 16, token // 8 % 2, token // 2 % 4, token % 2
+    return step * 2048 + plane * 256 + a * 64 + d * 32 + q * 8 + b * 4 + h * 2 + e
+
+
+@triton.jit
 def token_of(place):
     """The first of two tokens that column ``place`` of ``left_operands`` stands for, of sixteen."""
     return place // 4 * 2 + place // 2 % 2 * 8
@@ -141,7 +169,7 @@ def left_operands(first, second, TERMS: tl.constexpr):
 
 
 @triton.constexpr_function
-def _sums_asm(steps, left, right):
+def _sums_asm(steps, left, right, kind):
     """$0..$3 even, $4..$7 odd rows; then left operands and right ones, four words each."""
     text = "".join(f"mov.f32 ${i}, 0f00000000; " for i in range(8))
     for step in range(steps):
@@ -152,12 +180,9 @@ def _sums_asm(steps, left, right):
                 a = 8 + 4 * (step * left + k)
                 b = 8 + 4 * (steps * left + step * right + r)
                 for t in (0, 2):
-                    sums = f"{{${t}, ${t + 1}, ${4 + t}, ${5 + t}}}"
-                    text += (
-                        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-                        f"{sums}, {{${a}, ${a + 1}, ${a + 2}, ${a + 3}}}, "
-                        f"{{${b + t}, ${b + t + 1}}}, {sums}; "
-                    )
+                    d = (f"${t}", f"${t + 1}", f"${4 + t}", f"${5 + t}")
+                    operand = tuple(f"${a + i}" for i in range(4))
+                    text += mma(kind, d, operand, (f"${b + t}", f"${b + t + 1}")) + " "
     return text
 
 
@@ -167,32 +192,43 @@ def _sums_constraints(steps, left, right):
 
 
 @triton.jit
+def fragment_sums(
+    lefts, right_ptr, PLANE: tl.constexpr,
+    LP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """left @ right of one plane where windows are ``in_fragments``: even and odd rows [8, 16].
+
+    lefts: LEFT operands for each sixteen tokens, of KIND bf16 (``left_operands``) or f16
+    (``halve_rows``). Lane 4 g + q of a warp owns columns 4 q .. 4 q + 3 of row pair g. Two
+    instructions make them for both rows of eight pairs: instruction t those columns that are 2 t or
+    2 t + 1 beyond 4 q.
+    """
+    STEPS: tl.constexpr = LP // 16
+    ASM: tl.constexpr = _sums_asm(STEPS, LEFT, RIGHT, KIND)
+    CONSTRAINTS: tl.constexpr = _sums_constraints(STEPS, LEFT, RIGHT)
+    words = right_ptr.to(tl.pointer_type(tl.int32))
+    place = tl.arange(0, PAIRS)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    rights = ()
+    for k in tl.static_range(STEPS):
+        for r in tl.static_range(RIGHT):
+            rights = rights + (tl.load(words + ((r * STEPS + k) * 8 + PLANE) * 128 + place),)
+    return tl.inline_asm_elementwise(
+        ASM, CONSTRAINTS, lefts + rights,
+        dtype=(tl.float32, tl.float32), is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
 def add_fragments(
     values, factor, lefts, right_ptr,
     LP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
     """``add_window`` where windows are ``in_fragments``; lefts: LEFT ``left_operands`` for each
-    sixteen tokens.
-
-    Lane 4 g + q of a warp owns columns 4 q .. 4 q + 3 of row pair g. Two instructions make them for
-    both rows of eight pairs: instruction t those columns that are 2 t or 2 t + 1 beyond 4 q.
-    """
-    STEPS: tl.constexpr = LP // 16
-    ASM: tl.constexpr = _sums_asm(STEPS, LEFT, RIGHT)
-    CONSTRAINTS: tl.constexpr = _sums_constraints(STEPS, LEFT, RIGHT)
-    words = right_ptr.to(tl.pointer_type(tl.int32))
-    place = tl.arange(0, PAIRS)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    sixteen tokens."""
     evens = ()
     odds = ()
     for i in tl.static_range(8):
-        rights = ()
-        for k in tl.static_range(STEPS):
-            for r in tl.static_range(RIGHT):
-                rights = rights + (tl.load(words + ((r * STEPS + k) * 8 + i) * 128 + place),)
-        even, odd = tl.inline_asm_elementwise(
-            ASM, CONSTRAINTS, lefts + rights,
-            dtype=(tl.float32, tl.float32), is_pure=True, pack=4,
-        )  # fmt: skip
+        even, odd = fragment_sums(lefts, right_ptr, i, LP, LEFT, RIGHT, "bf16")
         evens = evens + (values[i] * factor + even,)
         odds = odds + (values[8 + i] * factor + odd,)
     return evens + odds
@@ -246,53 +282,141 @@ def unstack_rows(x, WP: tl.constexpr, WARPS: tl.constexpr):
     return tl.split(tl.reshape(x, (PAIRS, WP, 2)))
 
 
-_PRODUCT = tl.constexpr(
-    "mov.b32 $0, $10; mov.b32 $1, $11; mov.b32 $2, $12; mov.b32 $3, $13; "
-    "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-    "{$0, $1, $2, $3}, {$4, $6, $5, $7}, {$8, $9}, {$0, $1, $2, $3};"
-)
-"""$0..$3 new sums, $4..$9 even rows, odd rows and keys (two words each), $10..$13 sums."""
+@triton.constexpr_function
+def _read_asm(tiles, terms):
+    """Two planes of a tile times ``tiles`` groups of eight right vectors, each in two fp16 terms.
 
-
-@triton.jit
-def tile_product(even, odd, key, sums):
-    """sums + tile x keys over the sixteen columns of a plane, for eight tokens.
-
-    even, odd, key: fp16 [8, 16], loaded as ``planes`` loads (a thread owns four neighbours of one
-    row: lane 4 g + q holds row g, columns 4 q ...); sums fp32 [8, 16]: element (g, 4 q + 2 p + c)
-    is row 2 g + p of the tile, token 2 q + c. Which column meets which is the same on both sides,
-    so their order within the instruction does not matter.
+    $0..: sums, four for each group; then the left operand's words (for each term: even rows, odd
+    rows of one plane, then of the other, two words each), for each group four words of the right
+    operand's high and four of its low term, and the sums before.
     """
-    return tl.inline_asm_elementwise(
-        _PRODUCT, "=&f,=&f,=&f,=&f,r,r,r,r,r,r,f,f,f,f", [even, odd, key, sums],
-        dtype=tl.float32, is_pure=True, pack=4,
-    )  # fmt: skip
+    left = 4 * tiles
+    right = left + 8 * terms
+    before = right + 8 * tiles
+    text = "".join(f"mov.b32 ${i}, ${before + i}; " for i in range(4 * tiles))
+    for plane in range(2):
+        for term in range(terms):
+            a = left + 8 * term + 4 * plane
+            operand = (f"${a}", f"${a + 2}", f"${a + 1}", f"${a + 3}")
+            for group in range(tiles):
+                d = tuple(f"${4 * group + i}" for i in range(4))
+                for low in range(2 if term == 0 else 1):
+                    b = right + 8 * group + 4 * low + 2 * plane
+                    text += mma("f16", d, operand, (f"${b}", f"${b + 1}")) + " "
+    return text
+
+
+@triton.constexpr_function
+def _read_constraints(tiles, terms):
+    return ",".join(["=&f"] * (4 * tiles) + ["r"] * (8 * terms + 8 * tiles) + ["f"] * (4 * tiles))
 
 
 @triton.jit
-def product_rows(sums, LP: tl.constexpr):
-    """``tile_product`` sums of tokens 0-7, 8-15, ... -> [16, LP], even rows first."""
+def row_place(n):
+    """Where a row of ``read_tile``'s right operand keeps element n of 128: plane n // 16."""
+    return n // 32 * 32 + n % 16 // 4 * 8 + n // 16 % 2 * 4 + n % 4
+
+
+@triton.jit
+def read_tile(terms, right_ptr, LP: tl.constexpr):
+    """Products of a tile's rows with LP vectors: a tuple of LP / 8 tensors fp32 [8, 16], of which
+    element (g, 4 q + 2 p + c) is row 2 g + p of the tile, vector 2 q + c of eight.
+
+    terms: a tuple of one or two fp16 terms of a tile, sixteen tensors [8, 16] each, as loaded tiles
+    are shared out (lane 4 g + q has columns 4 q .. 4 q + 3 of row pair g); right_ptr: two terms,
+    each fp16 [LP, 128] in ``row_place``.
+    """
+    TILES: tl.constexpr = LP // 8
+    TERMS: tl.constexpr = len(terms)
+    ASM: tl.constexpr = _read_asm(TILES, TERMS)
+    CONSTRAINTS: tl.constexpr = _read_constraints(TILES, TERMS)
+    words = right_ptr.to(tl.pointer_type(tl.int32))
+    place = tl.arange(0, PAIRS)[:, None] * 64 + tl.arange(0, 16)[None, :]
+    sums = ()
+    for _ in tl.static_range(TILES):
+        sums = sums + (tl.zeros([PAIRS, 16], tl.float32),)
+    for i in tl.static_range(4):
+        args = ()
+        for t in tl.static_range(TERMS):
+            part = terms[t]
+            args = args + (part[2 * i], part[8 + 2 * i], part[2 * i + 1], part[9 + 2 * i])
+        for j in tl.static_range(TILES):
+            for low in tl.static_range(2):
+                at = words + low * (LP * 64) + j * (PAIRS * 64) + i * 16 + place
+                args = args + (tl.load(at),)
+        if LP == 16:
+            sums = tl.inline_asm_elementwise(
+                ASM, CONSTRAINTS, args + sums, dtype=(tl.float32, tl.float32), is_pure=True, pack=4
+            )
+        else:
+            tl.static_assert(LP == 32, "windows of up to 32 tokens")
+            sums = tl.inline_asm_elementwise(
+                ASM, CONSTRAINTS, args + sums,
+                dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=4,
+            )  # fmt: skip
+    return sums
+
+
+@triton.constexpr_function
+def _halve_asm(steps):
+    """$0..: for each sixteen vectors four words of the high and four of the low term, then four
+    times each the scale of the even and of the odd row; then the sums, four for each eight."""
+    high, scale = 0, 8 * steps
+    first = scale + 8
+    text = "{ .reg .f32 m0, m1, s, i0, i1, a, b, c, d; .reg .b32 e; .reg .b16 h, l; "
+    for p in range(2):
+        own = [f"${first + 4 * j + 2 * p + c}" for j in range(2 * steps) for c in range(2)]
+        text += f"abs.f32 m{p}, {own[0]}; "
+        for x in own[1:]:
+            text += f"abs.f32 s, {x}; max.f32 m{p}, m{p}, s; "
+        for lanes in (1, 2):
+            text += f"shfl.sync.bfly.b32 s, m{p}, {lanes}, 31, -1; max.f32 m{p}, m{p}, s; "
+        # the power of two below, and its inverse
+        text += f"mov.b32 e, m{p}; and.b32 e, e, 0x7F800000; min.u32 e, e, 0x7E800000; "
+        text += f"mov.b32 ${scale + 4 * p}, e; sub.u32 e, 0x7F000000, e; mov.b32 i{p}, e; "
+        for k in range(1, 4):
+            text += f"mov.b32 ${scale + 4 * p + k}, ${scale + 4 * p}; "
+    for k in range(steps):
+        for half in range(2):
+            for p in range(2):
+                x = first + 4 * (2 * k + half) + 2 * p
+                at = high + 8 * k + 2 * half + p
+                text += f"mul.rn.f32 a, ${x}, i{p}; mul.rn.f32 b, ${x + 1}, i{p}; "
+                text += f"cvt.rn.f16x2.f32 ${at}, b, a; mov.b32 {{h, l}}, ${at}; "
+                text += "cvt.f32.f16 c, h; cvt.f32.f16 d, l; "
+                text += "sub.rn.f32 a, a, c; sub.rn.f32 b, b, d; "
+                text += f"cvt.rn.f16x2.f32 ${at + 4}, b, a; "
+    return text + "}"
+
+
+@triton.constexpr_function
+def _halve_constraints(steps):
+    return ",".join(["=&r"] * (8 * steps) + ["=&f"] * 8 + ["f"] * (8 * steps))
+
+
+@triton.jit
+def halve_rows(sums, LP: tl.constexpr):
+    """``read_tile`` sums as left operands of ``fragment_sums`` in fp16 terms, and their scale.
+
+    Returns a tuple: for each sixteen vectors the high and the low term, int32 [8, 16], then what
+    products must be multiplied by, fp32 [8, 16], the same in a row: of even and of odd rows. It is
+    the power of two below the largest of a row, so that terms are below 2.
+    """
+    STEPS: tl.constexpr = LP // 16
+    ASM: tl.constexpr = _halve_asm(STEPS)
+    CONSTRAINTS: tl.constexpr = _halve_constraints(STEPS)
     if LP == 16:
-        x = tl.join(sums[0], sums[1])
-        x = tl.permute(tl.reshape(x, (PAIRS, 4, 2, 2, 2)), (2, 0, 4, 1, 3))
+        return tl.inline_asm_elementwise(
+            ASM, CONSTRAINTS, sums,
+            dtype=(tl.int32, tl.int32, tl.float32, tl.float32), is_pure=True, pack=4,
+        )  # fmt: skip
     else:
         tl.static_assert(LP == 32, "windows of up to 32 tokens")
-        x = tl.join(tl.join(sums[0], sums[2]), tl.join(sums[1], sums[3]))
-        x = tl.permute(tl.reshape(x, (PAIRS, 4, 2, 2, 2, 2)), (2, 0, 4, 5, 1, 3))
-    return tl.reshape(x, (2 * PAIRS, LP))
-
-
-@triton.jit
-def opaque(x):
-    """x, fp32. Behind a ``tl.join`` Triton widens the operands of a product beyond an inner size of
-    16; it does not look behind this.
-    """
-    if PTX:
         return tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1
-        )
-    else:
-        return x
+            ASM, CONSTRAINTS, sums,
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.float32, tl.float32),
+            is_pure=True, pack=4,
+        )  # fmt: skip
 
 
 @triton.jit

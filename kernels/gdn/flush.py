@@ -3,8 +3,8 @@
 One program owns 16 rows of a value head (``common.planes``); their whole fold happens in registers.
 Every correction b (v - a S k) is made from the checkpoint itself, so no low-precision read enters
 it. There are two ways: token by token in fp32 (``_fold_token``, the reference's own order), or for
-longer windows by four matrix products with the solved system of ``prepare`` (``_fold_dot``), whose
-operands are sums of two fp16 numbers and keep 22 bits.
+longer windows by two matrix products with what ``prepare`` leaves (``_fold_dot``), whose operands
+are sums of two fp16 numbers and keep 22 bits.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import triton
 import triton.language as tl
 
 from ..common.fold import (
-    opaque,
+    fragment_sums,
+    halve_rows,
+    in_fragments,
     prefetch,
-    product_rows,
+    read_tile,
+    row_place,
     stack_tile,
-    tile_product,
-    unstack_rows,
 )
 from ..common.planes import (
     PAIRS,
@@ -32,7 +33,7 @@ from ..common.planes import (
     rounded_product,
 )
 from ..common.store import encode_state
-from .prepare import halves
+from .prepare import halves, window_base
 
 
 @triton.jit
@@ -108,12 +109,6 @@ def operand_of(fmt):
 
 
 @triton.jit
-def _inverse(top):
-    held = tl.minimum(tl.maximum(top, 2.0**-100), 2.0**126)  # what ``reciprocal`` takes
-    return tl.where(top > 0, reciprocal(held), 0.0)
-
-
-@triton.jit
 def _largest(values, P: tl.constexpr):
     """Largest magnitude of each row of parity P, [8, 1]."""
     top = tl.abs(values[P * 8])
@@ -123,130 +118,110 @@ def _largest(values, P: tl.constexpr):
 
 
 @triton.jit
-def _key_plane(keys, plane: tl.constexpr, WP: tl.constexpr, LP: tl.constexpr):
-    """Plane number ``plane`` of the window's keys in thread order, fp16 [LP, WP]."""
-    at = tl.arange(0, LP)[:, None] * (8 * WP) + plane * WP + tl.arange(0, WP)[None, :]
-    return tl.load(keys + at)
+def _inverse(top):
+    held = tl.minimum(tl.maximum(top, 2.0**-100), 2.0**126)  # what ``reciprocal`` takes
+    return tl.where(top > 0, reciprocal(held), 0.0)
 
 
 @triton.jit
-def _key_rows(keys, plane: tl.constexpr, first: tl.constexpr, WP: tl.constexpr):
-    """Eight tokens of a plane, as ``fold.tile_product`` wants them: fp16 [8, WP]."""
-    row, column = tl.arange(0, PAIRS)[:, None] + first, tl.arange(0, WP)[None, :]
-    return tl.load(keys + row * (8 * WP) + plane * WP + column)
+def _both(x_ptr, at, STEP: tl.constexpr):
+    """fp32 sum of two fp16 terms, STEP apart."""
+    return tl.load(x_ptr + at).to(tl.float32) + tl.load(x_ptr + STEP + at).to(tl.float32)
 
 
 @triton.jit
-def _read_keys(
-    values, even_scale, odd_scale, natural, natural_low,
-    WP: tl.constexpr, LP: tl.constexpr, OPERAND: tl.constexpr,
-):  # fmt: skip
-    """U k of every token of the window, fp32 [16, LP] (even rows first), before its scale."""
-    if PTX:
-        sums = ()
-        for _ in tl.static_range(LP // 8):
-            sums = sums + (tl.zeros([PAIRS, WP], tl.float32),)
-    else:
-        total = tl.zeros([2 * PAIRS, LP], tl.float32)
+def _fold_plain(
+    values, factor, even_total, odd_total, even_top, odd_top, left, right, base, LP: tl.constexpr
+):
+    """``_fold_dot`` without inline instructions, in fp32."""
+    token, column = tl.arange(0, LP), tl.arange(0, 16)
+    place = tl.arange(0, 2 * PAIRS)[:, None]
+    TERM: tl.constexpr = LP * 128
+    total = tl.zeros([2 * PAIRS, LP], tl.float32)
     for i in tl.static_range(8):
-        even = values[i]
-        odd = values[8 + i]
-        if OPERAND == "split":
-            even = even * even_scale
-            odd = odd * odd_scale
-        even_high, even_low = halves(even)
-        odd_high, odd_low = halves(odd)
-        if PTX:
-            new = ()
-            for j in tl.static_range(LP // 8):
-                key = _key_rows(natural, i, 8 * j, WP)
-                part = tile_product(even_high, odd_high, key, sums[j])
-                key_low = _key_rows(natural_low, i, 8 * j, WP)
-                part = tile_product(even_high, odd_high, key_low, part)
-                if OPERAND == "split":
-                    part = tile_product(even_low, odd_low, key, part)
-                new = new + (part,)
-            sums = new
-        else:
-            high = tl.trans(_key_plane(natural, i, WP, LP))
-            low = tl.trans(_key_plane(natural_low, i, WP, LP))
-            tile = stack_tile(even_high, odd_high, WP)
-            total = tl.dot(tile, high, total)
-            total = tl.dot(tile, low, total)
-            if OPERAND == "split":
-                total = tl.dot(stack_tile(even_low, odd_low, WP), high, total)
-    if PTX:
-        return product_rows(sums, LP)
-    else:
-        return total
+        key = _both(left, token[:, None] * 128 + row_place(i * 16 + column)[None, :], TERM)
+        tile = stack_tile(values[i] * factor[0], values[8 + i] * factor[1], 16)
+        total = tl.dot(tile, tl.trans(key), total, input_precision="ieee")
+    t = token[None, :]
+    at = t // 8 * 128 + place % PAIRS * 16 + t % 8 // 2 * 4 + place // PAIRS * 2 + t % 2
+    update = total * stack_tile(even_top, odd_top, 1) + tl.load(base + at)
+    evens = ()
+    odds = ()
+    for i in tl.static_range(8):
+        key = _both(right, token[:, None] * 128 + i * 16 + column[None, :], TERM)
+        change = tl.dot(update, key, input_precision="ieee")
+        even, odd = tl.split(tl.permute(tl.reshape(change, (2, PAIRS, 16)), (1, 2, 0)))
+        evens = evens + (values[i] * even_total + even,)
+        odds = odds + (values[8 + i] * odd_total + odd,)
+    return evens + odds
 
 
 @triton.jit
-def _fold_dot(
-    values, tops, high, low, natural, natural_low, w_high, w_low, until, total, ring_v, v_now,
-    valid, i_t,
-    HV: tl.constexpr, V: tl.constexpr, WP: tl.constexpr, LP: tl.constexpr,
-    OPERAND: tl.constexpr, WARPS: tl.constexpr, NEW: tl.constexpr,
-):  # fmt: skip
-    """The whole window at once: e^(G_n) U + [(v - e^G U k) W^T] k; see ``prepare``.
+def _fold_dot(values, tops, total, left, right, base, LP: tl.constexpr, OPERAND: tl.constexpr):
+    """The whole window at once: e^(G_n) U + (W v - U k') k; see ``prepare``.
 
+    left: -k', right: k, two fp16 terms of [LP, 128] each; base: W v of the tile, [LP / 8, 8, 16].
     OPERAND says how the checkpoint becomes fp16 numbers: "plain" if it is fp16, "row" if its codes
     are and have one scale a row (``values`` are then the codes, tops the scales of the even and of
-    the odd rows, [8]), else "split" into two, after division by the row's largest value.
+    the odd rows, [8]), else "split" into two, after division by the row's largest value. No value
+    leaves the lane that loaded it.
     """
-    place = tl.arange(0, 2 * PAIRS)
-    stacked = (2 * (place % PAIRS) + place // PAIRS + i_t * (2 * PAIRS))[:, None]
-    even_scale = 1.0
-    odd_scale = 1.0
-    top = 1.0
     even_total = total
     odd_total = total
+    even_top = tl.full([PAIRS, 1], 1.0, tl.float32)
+    odd_top = even_top
+    factor = (1.0, 1.0)
     if OPERAND == "row":
         even_top = tops[0].to(tl.float32)[:, None]
         odd_top = tops[1].to(tl.float32)[:, None]
         even_total = even_top * total
         odd_total = odd_top * total
-        top = stack_tile(even_top, odd_top, 1)
     elif OPERAND == "split":
         even_top = _largest(values, 0)
         odd_top = _largest(values, 1)
-        # not by ``stack_tile``: products would then take the layout of that, a row a lane
-        both = tl.join(tl.sum(even_top, 1), tl.sum(odd_top, 1))
-        top = tl.reshape(tl.permute(both, (1, 0)), (2 * PAIRS,))[:, None]
-        even_scale = _inverse(even_top)
-        odd_scale = _inverse(odd_top)
-    read = _read_keys(values, even_scale, odd_scale, natural, natural_low, WP, LP, OPERAND)
-    if OPERAND != "plain":
-        read = read * top
-    token = tl.arange(0, LP)[None, :]
-    v = tl.load(
-        ring_v + token * (HV * V) + stacked, mask=(token < valid) & (stacked < V), other=0.0
-    ).to(tl.float32)
-    if NEW:
-        new = tl.load(v_now + stacked, mask=stacked < V, other=0.0).to(ring_v.dtype.element_ty)
-        v = tl.where(token == valid, new.to(tl.float32), v)
-    # as one fma, and below too: what a compiler fuses differs from kernel to kernel
-    rest = tl.fma(-read, tl.load(until + token), v)
-    largest = tl.max(tl.abs(rest), 1, keep_dims=True)
-    rest, rest_low = halves(opaque(rest * _inverse(largest)))
-    across = tl.arange(0, LP)[:, None] + token * LP
-    w = tl.load(w_high + across)
-    update = tl.dot(rest, w)
-    update = tl.dot(rest_low, w, update)
-    update = tl.dot(rest, tl.load(w_low + across), update)
-    update, update_low = halves(update)
-    evens = ()
-    odds = ()
-    for i in tl.static_range(8):
-        key = _key_plane(high, i, WP, LP)
-        change = tl.dot(update, key)
-        change = tl.dot(update_low, key, change)
-        change = tl.dot(update, _key_plane(low, i, WP, LP), change)
-        # rounded apart, so that every kernel fuses the same product with the sum
-        even, odd = unstack_rows(rounded_product(change, largest), WP, WARPS)
-        evens = evens + (tl.fma(values[i], even_total, even),)
-        odds = odds + (tl.fma(values[8 + i], odd_total, odd),)
-    return evens + odds
+        factor = (_inverse(even_top), _inverse(odd_top))
+    if not PTX:
+        return _fold_plain(
+            values, factor, even_total, odd_total, even_top, odd_top, left, right, base, LP
+        )
+    else:
+        highs = ()
+        lows = ()
+        for i in tl.static_range(16):
+            x = values[i]
+            if OPERAND == "split":
+                x = rounded_product(x, tl.broadcast_to(factor[i // 8], [PAIRS, 16]))
+            high, low = halves(x)
+            highs = highs + (high,)
+            lows = lows + (low,)
+        if OPERAND == "split":
+            sums = read_tile((highs, lows), left, LP)
+        else:
+            sums = read_tile((highs,), left, LP)
+        row, place = tl.arange(0, PAIRS)[:, None], tl.arange(0, 16)[None, :]
+        update = ()
+        for j in tl.static_range(LP // 8):
+            start = tl.load(base + j * (PAIRS * 16) + row * 16 + place)
+            if OPERAND == "plain":
+                update = update + (start + sums[j],)
+            else:
+                # as one fma, and below too: what a compiler fuses differs from kernel to kernel
+                top = tl.where(place // 2 % 2 == 0, even_top, odd_top)
+                update = update + (tl.fma(sums[j], top, start),)
+        halved = halve_rows(update, LP)
+        if LP == 16:
+            lefts = (halved[0], halved[1])
+        else:
+            lefts = (halved[0], halved[1], halved[2], halved[3])
+        even_scale, odd_scale = halved[LP // 8], halved[LP // 8 + 1]
+        evens = ()
+        odds = ()
+        for i in tl.static_range(8):
+            even, odd = fragment_sums(lefts, right, i, LP, 2, 2, "f16")
+            # scales are powers of two, so these products are exact
+            evens = evens + (tl.fma(values[i], even_total, even * even_scale),)
+            odds = odds + (tl.fma(values[8 + i], odd_total, odd * odd_scale),)
+        return evens + odds
 
 
 @triton.jit
@@ -255,7 +230,7 @@ def _fold_tile(
     i_b, i_h, i_t, slot, valid,
     # of prepare_kernel, at this head or its key head
     keys_ptr, query_ptr, gate_ptr, rate_ptr, v_ptr,
-    high_ptr, low_key_ptr, w_high_ptr, w_low_ptr, until_ptr, total_ptr,
+    left_ptr, right_ptr, base_ptr, total_ptr,
     ring_v_ptr, ring_g_ptr, ring_beta_ptr, y_ptr,
     code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
     v_stride, y_stride, ring_v_stride, ring_g_stride, ring_beta_stride,
@@ -291,10 +266,8 @@ def _fold_tile(
     v_now = v_ptr + i_b * v_stride + i_h * V
     if DOT:
         values = _fold_dot(
-            values, tops, high_ptr, low_key_ptr,
-            high_ptr + LP * 8 * WP, low_key_ptr + LP * 8 * WP,
-            w_high_ptr, w_low_ptr, until_ptr, tl.load(total_ptr), ring_v, v_now, valid, i_t,
-            HV, V, WP, LP, OPERAND, WARPS, NEW,
+            values, tops, tl.load(total_ptr), left_ptr, right_ptr,
+            base_ptr + i_t * (2 * PAIRS * LP), LP, OPERAND,
         )  # fmt: skip
     else:
         values = _fold_ring(
@@ -324,7 +297,7 @@ def _fold_tile(
         copy_ptr + slot * copy_stride + i_h * COPY_HEAD,
         copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD,
         copy_tile_ptr + slot * copy_tile_stride + i_h * TILES, following,
-        UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, V, K, False,
+        UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, V, K, DOT and in_fragments(W, WARPS),
     )  # fmt: skip
 
 
@@ -333,7 +306,7 @@ def flush_tile(
     i_b, i_h, i_t, slot, valid,
     # of prepare_kernel, at this head or its key head
     keys_ptr, query_ptr, gate_ptr, rate_ptr, v_ptr,
-    high_ptr, low_key_ptr, w_high_ptr, w_low_ptr, until_ptr, total_ptr,
+    left_ptr, right_ptr, base_ptr, total_ptr,
     ring_v_ptr, ring_g_ptr, ring_beta_ptr, position_ptr, key_ptr, y_ptr,
     code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
     v_stride, y_stride, ring_v_stride, ring_g_stride, ring_beta_stride,
@@ -361,7 +334,7 @@ def flush_tile(
         words, fetch_tile_scale(pair, tiles, UPDATE), (),
         tl.load(key_ptr + i_b), tl.load(position_ptr + i_b),
         i_b, i_h, i_t, slot, valid, keys_ptr, query_ptr, gate_ptr, rate_ptr, v_ptr,
-        high_ptr, low_key_ptr, w_high_ptr, w_low_ptr, until_ptr, total_ptr,
+        left_ptr, right_ptr, base_ptr, total_ptr,
         ring_v_ptr, ring_g_ptr, ring_beta_ptr, y_ptr,
         code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
         v_stride, y_stride, ring_v_stride, ring_g_stride, ring_beta_stride,
@@ -376,7 +349,7 @@ def flush_tile(
 def flush_run(
     i_b, start, last,
     keys_ptr, query_ptr, gate_ptr, rate_ptr, v_ptr,  # see prepare_kernel
-    high_ptr, low_key_ptr, w_high_ptr, w_low_ptr, until_ptr, total_ptr,  # with DOT
+    left_ptr, right_ptr, base_ptr, total_ptr,  # with DOT
     ring_v_ptr, ring_g_ptr, ring_beta_ptr,  # at slot 0
     slot_ptr, valid_ptr, position_ptr, key_ptr, y_ptr,  # [b], y [b, HV, V]
     code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
@@ -422,21 +395,20 @@ def flush_run(
             low_ptr + slot * low_stride + n_h * LOW_HEAD,
             scale_ptr + slot * scale_stride + n_h * SCALE_HEAD,
         )  # fmt: skip
-        past = tl.minimum(tl.arange(0, LP), tl.maximum(valid - 1, 0))
-        row = n_h * V + after % TILES * (2 * PAIRS)
-        prefetch(ring_v_ptr + slot * ring_v_stride + row + past * (HV * V))
-        if NEW:
-            prefetch(v_ptr + i_b * v_stride + row + tl.arange(0, 1))
+        if not DOT:
+            past = tl.minimum(tl.arange(0, LP), tl.maximum(valid - 1, 0))
+            row = n_h * V + after % TILES * (2 * PAIRS)
+            prefetch(ring_v_ptr + slot * ring_v_stride + row + past * (HV * V))
+            if NEW:
+                prefetch(v_ptr + i_b * v_stride + row + tl.arange(0, 1))
         head = i_b * HV + i_h
         key_head = i_b * HK + i_h // PER
         words = _fold_tile(
             words, tile, following, key, position, i_b, i_h, i_t, slot, valid,
             keys_ptr + key_head * (L * K), query_ptr + key_head * K,
             gate_ptr + head * GW, rate_ptr + head, v_ptr,
-            high_ptr + key_head * (2 * LP * 8 * WP),
-            low_key_ptr + key_head * (2 * LP * 8 * WP),
-            w_high_ptr + head * (LP * LP), w_low_ptr + head * (LP * LP),
-            until_ptr + head * LP, total_ptr + head,
+            left_ptr + head * (2 * LP * 8 * WP), right_ptr + key_head * (2 * LP * 8 * WP),
+            base_ptr + head * window_base(V, LP), total_ptr + head,
             ring_v_ptr, ring_g_ptr, ring_beta_ptr, y_ptr,
             code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
             v_stride, y_stride, ring_v_stride, ring_g_stride, ring_beta_stride,
@@ -452,7 +424,7 @@ def flush_run(
 @triton.jit
 def flush_kernel(
     list_ptr, keys_ptr, query_ptr, gate_ptr, rate_ptr, v_ptr,  # see prepare_kernel
-    high_ptr, low_key_ptr, w_high_ptr, w_low_ptr, until_ptr, total_ptr,  # with DOT
+    left_ptr, right_ptr, base_ptr, total_ptr,  # with DOT
     ring_v_ptr, ring_g_ptr, ring_beta_ptr,  # at slot 0
     slot_ptr, valid_ptr, position_ptr, key_ptr, y_ptr,  # [b], y [b, HV, V]
     code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
@@ -482,8 +454,8 @@ def flush_kernel(
         flush_run(
             tl.load(list_ptr + 1 + number).to(tl.int64),
             tl.maximum(first - number * EACH, 0), tl.minimum(end - number * EACH, EACH) - 1,
-            keys_ptr, query_ptr, gate_ptr, rate_ptr, v_ptr, high_ptr, low_key_ptr, w_high_ptr,
-            w_low_ptr, until_ptr, total_ptr, ring_v_ptr, ring_g_ptr, ring_beta_ptr, slot_ptr,
+            keys_ptr, query_ptr, gate_ptr, rate_ptr, v_ptr, left_ptr, right_ptr, base_ptr,
+            total_ptr, ring_v_ptr, ring_g_ptr, ring_beta_ptr, slot_ptr,
             valid_ptr, position_ptr, key_ptr, y_ptr, code_ptr, low_ptr, scale_ptr, tile_ptr,
             copy_ptr, copy_scale_ptr, copy_tile_ptr, v_stride, y_stride, ring_v_stride,
             ring_g_stride, ring_beta_stride, code_stride, low_stride, scale_stride, tile_stride,

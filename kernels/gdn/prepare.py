@@ -1,16 +1,16 @@
-"""Everything of a GDN step that does not touch the state: norms, gates, the walk over the window.
+"""Everything of a GDN step that does not touch the state: norms, gates, the window.
 
-One program serves a (row, key head) and its value heads. Rows that do not flush append their input
-to the ring and push the query back through the window (``reference``): the result is one weight for
-each v and one effective query a value head. Rows that flush leave the window's keys and query,
-normalised and rotated, and the gates of the new token, for ``flush``; with DOT also the window's
-triangular system, solved. ``step`` does the same for one value head at a time.
+For a row that does not flush a program a key head appends the input to the ring and pushes the
+query back through the window (``reference``): the result is one weight for each v and one effective
+query a value head (``prepare_kernel``). For a row that flushes, a program a value head makes of the
+window what ``flush`` folds (``window_kernel``). ``step`` does either for one value head at a time.
 
 With cumulative log decays G_i the corrections d_i = b_i (v_i - a_i S_{i-1} k_i) of a window over a
 checkpoint U obey (I + A) d = b (v - e^G U k), A_ij = b_i e^(G_i - G_j) k_i . k_j for j < i, and the
-state after it is e^(G_n) U + sum_i e^(G_n - G_i) d_i k_i^T. So a flush needs, a value head, the
-matrix W_ij = e^(G_n - G_i) [(I + A)^-1]_ij b_j, the vector e^G and e^(G_n). No exponent is
-positive.
+state after it is e^(G_n) U + sum_i e^(G_n - G_i) d_i k_i^T. So with the matrix
+W_ij = e^(G_n - G_i) [(I + A)^-1]_ij b_j a flush needs, a value head, W v, the keys
+k'_i = sum_j W_ij e^(G_j) k_j and e^(G_n): the state is e^(G_n) U + sum_i (W v - U k')_i k_i^T. No
+exponent is positive.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ import triton
 import triton.language as tl
 
 from ..common.activation import softplus
-from ..common.fold import list_flushes, plane_order, thread_order
+from ..common.fold import (
+    bf16_terms,
+    fragment_place,
+    in_fragments,
+    list_flushes,
+    nth_flush,
+    plane_order,
+    row_place,
+    store_fragments,
+)
 from ..common.hadamard import rotate_rows
 from ..common.launch import dependents_may_start
 from ..common.planes import PTX, rounded_product
@@ -47,96 +56,139 @@ def halves(x):
     return high, (x - high.to(tl.float32)).to(tl.float16)
 
 
-@triton.jit
-def _gram(high, low, K: tl.constexpr, LP: tl.constexpr):
-    """k_i . k_j of LP fp16 key pairs [LP, K] at ``high`` and ``low``, their places in any order."""
-    token = tl.arange(0, LP)[:, None]
-    gram = tl.zeros([LP, LP], tl.float32)
-    for start in range(0, K, 32):
-        n = start + tl.arange(0, 32)[None, :]
-        h = tl.load(high + token * K + n)
-        lo = tl.load(low + token * K + n)
-        gram = tl.dot(h, tl.trans(h), gram)
-        gram = tl.dot(lo, tl.trans(h), gram)
-        gram = tl.dot(h, tl.trans(lo), gram)
-    return gram
+@triton.constexpr_function
+def window_base(rows, lp):
+    """Numbers that ``window_head`` leaves of W v: LP for each row, rows in blocks of 64."""
+    return (rows + 63) // 64 * 64 * lp
 
 
 @triton.jit
-def _solve(gram, g, beta, used, w_high, w_low, until, total, LP: tl.constexpr):
-    """W in two fp16 halves [LP, LP], e^G [LP] and e^(G_n) of one value head, from log decays g.
+def _weighted_values(w, v):
+    """w [LP, LP] in fp32 times v [LP, M] of a ring, to fp32."""
+    if not PTX or v.dtype == tl.float32:
+        return tl.dot(w, v.to(tl.float32), input_precision="ieee")
+    elif v.dtype == tl.bfloat16:  # products of 16-bit numbers are exact
+        terms = bf16_terms(w, 3)
+        out = tl.dot(terms[2], v)
+        out = tl.dot(terms[1], v, out)
+        return tl.dot(terms[0], v, out)
+    else:
+        high, low = halves(w)
+        return tl.dot(high, v, tl.dot(low, v))
 
-    g and beta are zero from token ``used`` on.
+
+@triton.jit
+def window_head(
+    k, rk, g_now, beta_now, v_now, valid, sign_ptr,
+    ring_k, ring_rk, ring_v, ring_g, ring_beta,
+    left, right, base, total, of_key,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr,
+    ROTATE: tl.constexpr, LP: tl.constexpr, NEW: tl.constexpr = True,
+):  # fmt: skip
+    """What the fold of one value head needs of its window: ``flush._fold_dot``.
+
+    k [1, KP] as the ring keeps it, rk, g_now, beta_now [1, 1] and v_now (pointer) of the new token
+    (without NEW there is none); the rings at the slot's first token and the key head or value head.
+    Written at left (fp16 [2, LP, KP], ``row_place``), right (fp16 [2, LP, KP], only if of_key),
+    base (fp32 ``window_base``) and total; left and base also hold what it passes to itself.
+    The bits do not depend on the number of warps.
     """
-    i, j = tl.arange(0, LP)[:, None], tl.arange(0, LP)[None, :]
+    token, n = tl.arange(0, LP), tl.arange(0, KP)
+    old, now = token < valid, token == valid
+    narrow = tl.multiple_of(n, 4)[None, :]  # no wider loads: four neighbours a lane
+    for first in range(0, LP, 4):
+        some = first + tl.arange(0, 4)
+        keys = tl.load(
+            ring_k + some[:, None] * (HK * K) + narrow,
+            mask=(some < valid)[:, None] & (narrow < K), other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        # products are rounded apart: what a compiler fuses differs from kernel to kernel
+        of_ring = tl.load(ring_rk + some * HK, mask=some < valid, other=0.0)[:, None]
+        keys = rounded_product(keys, tl.broadcast_to(of_ring, [4, KP]))
+        if NEW:
+            mine = rounded_product(k.to(tl.float32), tl.broadcast_to(rk, [1, KP]))
+            keys = tl.where((some == valid)[:, None], mine, keys)
+        if ROTATE:
+            keys = rotate_rows(keys, sign_ptr, 4, K, KP, True)
+        key_high, key_low = halves(keys)
+        tl.store(left + some[:, None] * KP + narrow, key_high)
+        tl.store(left + LP * KP + some[:, None] * KP + narrow, key_low)
+    i, j = token[:, None], token[None, :]
+    inside = old[:, None] & (n < K)[None, :]
+    raw = tl.load(ring_k + i * (HK * K) + n[None, :], mask=inside, other=0.0)
+    scale = tl.load(ring_rk + token * HK, mask=old, other=0.0)
+    g = tl.load(ring_g + token * HV, mask=old, other=0.0)
+    beta = tl.load(ring_beta + token * HV, mask=old, other=0.0)
+    if NEW:
+        raw = tl.where(now[:, None], k, raw)
+        scale = tl.where(now, tl.sum(tl.sum(rk, 1), 0), scale)
+        g = tl.where(now, tl.sum(tl.sum(g_now, 1), 0), g)
+        beta = tl.where(now, tl.sum(tl.sum(beta_now, 1), 0), beta)
     wide = g.to(tl.float64)  # differences of long sums lose nothing
     cum = tl.cumsum(wide, 0)
     end = tl.sum(wide, 0)
     gap = tl.where(i > j, cum[:, None] - cum[None, :], 0.0).to(tl.float32)  # masked before exp
-    inverse = tl.where(i > j, -gram * tl.exp(gap) * beta[:, None], 0.0)
-    for step in range(1, used):  # row by row: row_i of the inverse from the rows above it
-        row = tl.sum(tl.where(i == step, inverse, 0.0), 0, keep_dims=True)
-        # rounded apart: of two products and a sum each kernel would fuse another one
-        row += tl.sum(rounded_product(tl.trans(row), inverse), 0, keep_dims=True)
-        inverse = tl.where(i == step, row, inverse)
-    inverse += tl.where(i == j, 1.0, 0.0)
-    since = tl.exp((end - cum).to(tl.float32))
-    high, low = halves(rounded_product(inverse * since[:, None], beta[None, :]))
-    tl.store(w_high + i * LP + j, high)
-    tl.store(w_low + i * LP + j, low)
-    tl.store(until + tl.arange(0, LP), tl.exp(cum.to(tl.float32)))
-    tl.store(total, tl.exp(end.to(tl.float32)))
-
-
-@triton.jit
-def window_system(
-    k, valid, sign_ptr, ring_k, ring_rk, ring_g, ring_beta, gate, rate,
-    high, low, w_high, w_low, until, total,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, PER: tl.constexpr,
-    ROTATE: tl.constexpr, LP: tl.constexpr, WARPS: tl.constexpr, NEW: tl.constexpr = True,
-):  # fmt: skip
-    """Keys of the window (ring and the new key k [1, KP]) and the solved system of PER value heads.
-
-    ring_k and ring_rk point at the key head's first token, ring_g, ring_beta, gate and rate at the
-    first value head; the rest at what is written for them (``prepare_kernel``). Without NEW the
-    window is the ring's alone.
-    """
-    n = tl.multiple_of(tl.arange(0, KP), 4)[None, :]  # no wider loads: four neighbours a lane
-    for start in range(0, LP, 4):
-        some = start + tl.arange(0, 4)
-        keys = tl.load(
-            ring_k + some[:, None] * (HK * K) + n,
-            mask=(some < valid)[:, None] & (n < K), other=0.0,
-        )  # fmt: skip
-        rk = tl.load(ring_rk + some * HK, mask=some < valid, other=0.0)
-        keys = keys.to(tl.float32) * rk[:, None]
-        if NEW:
-            keys = tl.where((some == valid)[:, None], k, keys)
-        if ROTATE:
-            keys = rotate_rows(keys, sign_ptr, 4, K, KP, True)
-        key_high, key_low = halves(keys)
-        place = some[:, None] * KP + thread_order(n, K // 8, KP // 8, WARPS)
-        tl.store(high + place, key_high)
-        tl.store(low + place, key_low)
-        place = (LP + some)[:, None] * KP + plane_order(n, K // 8, KP // 8)
-        tl.store(high + place, key_high)
-        tl.store(low + place, key_low)
-    token = tl.arange(0, LP)
-    old = token < valid
+    gram = _key_products(raw) * (scale[:, None] * scale[None, :])
+    system = tl.where(i > j, -gram * tl.exp(gap) * beta[:, None], 0.0)
+    tl.store(base + i * LP + j, system)
     tl.debug_barrier()  # other lanes read what this program has just written
-    gram = _gram(high, low, KP, LP)
-    for h in range(PER):
-        g = tl.load(ring_g + token * HV + h, mask=old, other=0.0)
-        beta = tl.load(ring_beta + token * HV + h, mask=old, other=0.0)
-        used = valid
+    rows = ()
+    for r in tl.static_range(LP):  # of the inverse, from the rows above
+        row = tl.where(token == r, 1.0, 0.0)
+        for c in tl.static_range(r):
+            row = tl.fma(tl.load(base + (r * LP + c) + token * 0), rows[c], row)
+        rows = rows + (row,)
+    for r in tl.static_range(LP):
+        tl.store(base + LP * LP + r * LP + token, rows[r])
+    tl.debug_barrier()
+    inverse = tl.load(base + LP * LP + i * LP + j)
+    since = tl.exp((end - cum).to(tl.float32))
+    across = tl.broadcast_to(beta[None, :], [LP, LP])
+    w = rounded_product(inverse * since[:, None], across)
+    across = tl.broadcast_to(-tl.exp(cum.to(tl.float32))[None, :], [LP, LP])
+    moved, moved_low = halves(rounded_product(w, across))
+    at = left + i * KP + n[None, :]
+    high = tl.load(at)
+    low = tl.load(at + LP * KP)
+    pushed = tl.dot(moved, high)
+    pushed = tl.dot(moved_low, high, pushed)
+    pushed = tl.dot(moved, low, pushed)
+    tl.debug_barrier()  # all of left and base is read
+    if of_key:
+        if in_fragments(K // 8, 1):
+            store_fragments(right, high, n)
+            store_fragments(right + LP * KP, low, n)
+        elif PTX:
+            place = fragment_place(i, n[None, :], K // 8)
+            tl.store(right + place, high)
+            tl.store(right + LP * KP + place, low)
+        else:
+            place = i * KP + plane_order(n, K // 8, KP // 8)[None, :]
+            tl.store(right + place, high)
+            tl.store(right + LP * KP + place, low)
+    if K == KP:  # ``row_place`` in one permutation: plane pairs, planes, 4, 4
+        pushed = tl.permute(tl.reshape(pushed, (LP, 4, 2, 4, 4)), (0, 1, 3, 2, 4))
+        pushed = tl.reshape(pushed, (LP, KP))
+        at = left + i * KP + n[None, :]
+    else:
+        at = left + i * KP + row_place(plane_order(n, K // 8, KP // 8))[None, :]
+    high, low = halves(pushed)
+    tl.store(at, high)
+    tl.store(at + LP * KP, low)
+    tl.store(total, tl.exp(end.to(tl.float32)))
+    column = tl.arange(0, 64)
+    for start in range(0, V, 64):
+        row_of = start + column
+        there = old[:, None] & (row_of < V)[None, :]
+        v = tl.load(ring_v + i * (HV * V) + row_of[None, :], mask=there, other=0.0)
         if NEW:
-            g = tl.where(token == valid, tl.load(gate + h), g)
-            beta = tl.where(token == valid, tl.load(rate + h), beta)
-            used = valid + 1
-        _solve(
-            gram, g, beta, used, w_high + h * (LP * LP), w_low + h * (LP * LP),
-            until + h * LP, total + h, LP,
-        )  # fmt: skip
+            new = tl.load(v_now + row_of, mask=row_of < V, other=0.0).to(v.dtype)
+            v = tl.where(now[:, None], new[None, :], v)
+        x = _weighted_values(w, v)
+        # tokens: LP / 8, 4, 2; rows: 4 tiles, 8 pairs, 2 -> tile, eight tokens, pair, 4, 2 rows, 2
+        x = tl.reshape(x, (LP // 8, 4, 2, 4, 8, 2))
+        x = tl.reshape(tl.permute(x, (3, 0, 4, 1, 5, 2)), (LP * 64,))
+        tl.store(base + start * LP + tl.arange(0, LP * 64), x)
 
 
 @triton.jit
@@ -363,39 +415,27 @@ def prepare_kernel(
     A_log_ptr, dt_bias_ptr, sign_ptr,  # [HV], [HV], fp32 [K]
     ring_k_ptr, ring_v_ptr, ring_g_ptr, ring_beta_ptr, ring_rk_ptr,  # at slot 0
     slot_ptr, valid_ptr, flush_ptr,  # [b]
-    list_ptr,  # int32 [b + 1]: count and numbers of the rows that flush
-    keys_ptr, query_ptr,  # fp32 [b, HK, L, K], [b, HK, K]
-    gate_ptr, rate_ptr,  # fp32 g [b, HV, GW] and beta [b, HV] of the new token
-    high_ptr, low_ptr,  # DOT: keys in fp16 halves [b, HK, 2, LP, KP]: thread_order, plane_order
-    w_high_ptr, w_low_ptr,  # DOT: fp16 [b, HV, LP, LP]
-    until_ptr, total_ptr,  # DOT: fp32 [b, HV, LP], [b, HV]
     scratch_ptr,  # see push_back
     c_ptr, top_ptr, w_ptr,  # query int32 [b, HV, K] (store_vector), its max [b, HV], [b, HV, L]
     q_stride, k_stride, v_stride, g_stride, beta_stride,
     ring_k_stride, ring_v_stride, ring_g_stride, ring_beta_stride, ring_rk_stride,
-    scale, batch,
+    scale,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
     KP: tl.constexpr, VP: tl.constexpr, PER: tl.constexpr, PERP: tl.constexpr, GW: tl.constexpr,
     RAW_GATES: tl.constexpr, NEGATIVE: tl.constexpr, L2NORM: tl.constexpr, EPS: tl.constexpr,
-    ROTATE: tl.constexpr, DOT: tl.constexpr, LP: tl.constexpr, WARPS: tl.constexpr,
+    ROTATE: tl.constexpr, LP: tl.constexpr,
     OUTPUT: tl.constexpr, MATRIX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid [b + 1, HK]: the row after the last lists the rows that flush.
+    """Grid [b, HK], for rows that do not flush: appends to the ring, leaves c, top and w.
 
     EARLY: programs of the next launch may start.
     """
     if EARLY:
         dependents_may_start()
     i_b, i_k = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if i_b == batch:
-        if i_k == 0:
-            list_flushes(slot_ptr, flush_ptr, list_ptr, batch, L == 1)
-        return
     # nothing that can be asked for waits for what was asked before
     slot = tl.load(slot_ptr + i_b).to(tl.int64)
-    flush = L == 1
-    if L > 1:
-        flush = tl.load(flush_ptr + i_b).to(tl.int32) != 0
+    flush = tl.load(flush_ptr + i_b).to(tl.int32) != 0
     valid = tl.load(valid_ptr + i_b)
     n = tl.arange(0, KP)[None, :]
     n_ok = n < K
@@ -406,54 +446,120 @@ def prepare_kernel(
         i_b, i_k, first, q_ptr, k_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr,
         q_stride, k_stride, g_stride, beta_stride, K, KP, PER, PERP, GW, RAW_GATES,
     )  # fmt: skip
-    if slot < 0:
+    if (slot < 0) | flush:
         return
     ring_k = ring_k_ptr + slot * ring_k_stride + i_k * K
     ring_rk = ring_rk_ptr + slot * ring_rk_stride + i_k
     q, k, rk, g, beta = activate(inputs, ring_k_ptr, scale, RAW_GATES, NEGATIVE, L2NORM, EPS)
-    if flush:
-        key = k.to(tl.float32) * rk
+    ring_g = ring_g_ptr + slot * ring_g_stride + first * GW
+    ring_beta = ring_beta_ptr + slot * ring_beta_stride + first
+    tl.store(ring_k + valid * (HK * K) + n, k, mask=n_ok)
+    append_scalars(
+        rk, g, beta, valid, ring_rk, ring_g, ring_beta, True, True, HK, HV, K, KP, PER, PERP, GW
+    )
+    column = tl.arange(0, VP)[None, :]
+    v_ok = head_ok & (column < V)
+    v = tl.load(v_ptr + i_b * v_stride + head * V + column, mask=v_ok, other=0.0)
+    ring_v = ring_v_ptr + slot * ring_v_stride + valid * (HV * V) + head * V + column
+    tl.store(ring_v, v.to(ring_v_ptr.dtype.element_ty), mask=v_ok)
+    row = i_b * HV + first
+    push_back(
+        q, k, rk, g, beta, valid, ring_k, ring_rk, ring_g, ring_beta, sign_ptr,
+        scratch_ptr + (i_b * HK + i_k) * (LP * LP + PERP * (LP + KP)),
+        c_ptr + row * K, top_ptr + row, w_ptr + row * L,
+        HK, HV, K, L, KP, LP, PER, PERP, GW, OUTPUT, MATRIX, ROTATE,
+    )  # fmt: skip
+
+
+@triton.jit
+def window_of(
+    q, k, rk, g, beta, v_now, valid, sign_ptr,
+    ring_k, ring_rk, ring_v, ring_g, ring_beta,
+    keys, query, gate, rate, left, right, base, total, of_key,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr,
+    GW: tl.constexpr, ROTATE: tl.constexpr, DOT: tl.constexpr, LP: tl.constexpr,
+    NEW: tl.constexpr,
+):  # fmt: skip
+    """All that the fold of one value head needs of its row: window, rotated query, gates.
+
+    Pointers at the (row, head) or its key head, as ``window_kernel`` has them; q, k, rk, g, beta
+    from ``activate``, of one head.
+    """
+    n = tl.arange(0, KP)[None, :]
+    n_ok = n < K
+    if NEW:
+        turned = q
         if ROTATE:
-            q = rotate_rows(q, sign_ptr, 1, K, KP, True)
-        tl.store(query_ptr + (i_b * HK + i_k) * K + n, q, mask=n_ok)
-        gate = head * GW + n % GW if GW > 1 else head
-        gate_ok = head_ok & n_ok if GW > 1 else head_ok
-        tl.store(gate_ptr + i_b * (HV * GW) + gate, g, mask=gate_ok)
-        tl.store(rate_ptr + i_b * HV + head, beta, mask=head_ok)
-        if DOT:
-            tl.debug_barrier()
-            window = (i_b * HK + i_k) * (2 * LP * KP)
-            of = i_b * HV + first
-            window_system(
-                key, valid, sign_ptr, ring_k, ring_rk,
-                ring_g_ptr + slot * ring_g_stride + first,
-                ring_beta_ptr + slot * ring_beta_stride + first, gate_ptr + of, rate_ptr + of,
-                high_ptr + window, low_ptr + window, w_high_ptr + of * (LP * LP),
-                w_low_ptr + of * (LP * LP), until_ptr + of * LP, total_ptr + of,
-                HK, HV, K, KP, PER, ROTATE, LP, WARPS,
-            )  # fmt: skip
-        else:
-            keys = keys_ptr + (i_b * HK + i_k) * (L * K) + n
-            store_keys(keys, ring_k + n, ring_rk, sign_ptr, valid, n, HK, K, KP, ROTATE)
-            if ROTATE:
-                key = rotate_rows(key, sign_ptr, 1, K, KP, True)
-            tl.store(keys + valid * K, key, mask=n_ok)
-    else:
-        ring_g = ring_g_ptr + slot * ring_g_stride + first * GW
-        ring_beta = ring_beta_ptr + slot * ring_beta_stride + first
-        tl.store(ring_k + valid * (HK * K) + n, k, mask=n_ok)
-        append_scalars(
-            rk, g, beta, valid, ring_rk, ring_g, ring_beta, True, True, HK, HV, K, KP, PER, PERP, GW
-        )
-        column = tl.arange(0, VP)[None, :]
-        v_ok = head_ok & (column < V)
-        v = tl.load(v_ptr + i_b * v_stride + head * V + column, mask=v_ok, other=0.0)
-        ring_v = ring_v_ptr + slot * ring_v_stride + valid * (HV * V) + head * V + column
-        tl.store(ring_v, v.to(ring_v_ptr.dtype.element_ty), mask=v_ok)
-        row = i_b * HV + first
-        push_back(
-            q, k, rk, g, beta, valid, ring_k, ring_rk, ring_g, ring_beta, sign_ptr,
-            scratch_ptr + (i_b * HK + i_k) * (LP * LP + PERP * (LP + KP)),
-            c_ptr + row * K, top_ptr + row, w_ptr + row * L,
-            HK, HV, K, L, KP, LP, PER, PERP, GW, OUTPUT, MATRIX, ROTATE,
+            turned = rotate_rows(q, sign_ptr, 1, K, KP, True)
+        tl.store(query + n, turned, mask=n_ok & of_key)
+    if DOT:
+        window_head(
+            k, rk, g, beta, v_now, valid, sign_ptr, ring_k, ring_rk, ring_v, ring_g, ring_beta,
+            left, right, base, total, of_key, HK, HV, K, KP, V, ROTATE, LP, NEW,
         )  # fmt: skip
+    else:
+        one = tl.zeros([1, 1], tl.int32)
+        if NEW:
+            at = one + n % GW if GW > 1 else one
+            tl.store(gate + at, g, mask=n_ok if GW > 1 else one == 0)
+            tl.store(rate + one, beta)
+        if of_key:
+            store_keys(keys + n, ring_k + n, ring_rk, sign_ptr, valid, n, HK, K, KP, ROTATE)
+            if NEW:
+                key = k.to(tl.float32) * rk
+                if ROTATE:
+                    key = rotate_rows(key, sign_ptr, 1, K, KP, True)
+                tl.store(keys + valid * K + n, key, mask=n_ok)
+
+
+@triton.jit
+def window_kernel(
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr,  # [b, ...], the row strides below
+    A_log_ptr, dt_bias_ptr, sign_ptr,  # [HV], [HV], fp32 [K]
+    ring_k_ptr, ring_v_ptr, ring_g_ptr, ring_beta_ptr, ring_rk_ptr,  # at slot 0
+    slot_ptr, valid_ptr, flush_ptr,  # [b]
+    list_ptr,  # int32 [b + 1]: count and numbers of the rows that flush
+    keys_ptr, query_ptr,  # fp32 [b, HK, L, K] (without DOT), [b, HK, K]
+    gate_ptr, rate_ptr,  # without DOT: fp32 g [b, HV, GW] and beta [b, HV] of the new token
+    left_ptr, right_ptr,  # DOT: fp16 [b, HV, 2, LP, KP], [b, HK, 2, LP, KP], see window_head
+    base_ptr, total_ptr,  # DOT: fp32 [b, HV, window_base], [b, HV]
+    q_stride, k_stride, v_stride, g_stride, beta_stride,
+    ring_k_stride, ring_v_stride, ring_g_stride, ring_beta_stride, ring_rk_stride,
+    scale, batch,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
+    KP: tl.constexpr, PER: tl.constexpr, GW: tl.constexpr,
+    RAW_GATES: tl.constexpr, NEGATIVE: tl.constexpr, L2NORM: tl.constexpr, EPS: tl.constexpr,
+    ROTATE: tl.constexpr, DOT: tl.constexpr, LP: tl.constexpr,
+):  # fmt: skip
+    """Any number of programs share the value heads of the rows that flush; the last lists those."""
+    programs = tl.num_programs(0) - 1
+    if tl.program_id(0) == programs:
+        list_flushes(slot_ptr, flush_ptr, list_ptr, batch, L == 1)
+        return
+    unit = tl.program_id(0)
+    row = nth_flush(slot_ptr, flush_ptr, batch, unit // HV, L == 1)
+    while row >= 0:
+        i_b = row.to(tl.int64)
+        i_h = unit % HV
+        i_k = i_h // PER
+        slot = tl.load(slot_ptr + i_b).to(tl.int64)
+        inputs = ask_inputs(
+            i_b, i_k, i_h, q_ptr, k_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr,
+            q_stride, k_stride, g_stride, beta_stride, K, KP, 1, 1, GW, RAW_GATES,
+        )  # fmt: skip
+        q, k, rk, g, beta = activate(inputs, ring_k_ptr, scale, RAW_GATES, NEGATIVE, L2NORM, EPS)
+        head, key = i_b * HV + i_h, i_b * HK + i_k
+        window_of(
+            q, k, rk, g, beta, v_ptr + i_b * v_stride + i_h * V, tl.load(valid_ptr + i_b), sign_ptr,
+            ring_k_ptr + slot * ring_k_stride + i_k * K,
+            ring_rk_ptr + slot * ring_rk_stride + i_k,
+            ring_v_ptr + slot * ring_v_stride + i_h * V,
+            ring_g_ptr + slot * ring_g_stride + i_h * GW,
+            ring_beta_ptr + slot * ring_beta_stride + i_h,
+            keys_ptr + key * (L * K), query_ptr + key * K, gate_ptr + head * GW, rate_ptr + head,
+            left_ptr + head * (2 * LP * KP), right_ptr + key * (2 * LP * KP),
+            base_ptr + head * window_base(V, LP), total_ptr + head, i_h % PER == 0,
+            HK, HV, K, KP, V, GW, ROTATE, DOT, LP, True,
+        )  # fmt: skip
+        unit += programs
+        row = nth_flush(slot_ptr, flush_ptr, batch, unit // HV, L == 1)

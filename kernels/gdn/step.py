@@ -1,9 +1,9 @@
 """GDN decode of a few sequences: one launch for the whole step.
 
 A program serves some rows of one value head of one sequence and needs nothing from another: it
-prepares what its head reads or folds (``prepare``), leaves that in scratch memory of the head and
-reads it back. Programs of one head write the same numbers to the same places. That is more work in
-all, but no launch waits for another; the functions are those of the separate launches.
+prepares what its head reads or folds (``prepare``), leaves that in scratch memory of its own and
+reads it back. That is more work in all, but no launch waits for another; the functions are those of
+the separate launches.
 """
 
 from __future__ import annotations
@@ -11,19 +11,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.hadamard import rotate_rows
 from ..common.matrix import fetch_block, load_operand, load_weights
 from ..common.readout import load_stored
 from .decode import answer_block
 from .flush import flush_tile
-from .prepare import (
-    activate,
-    append_scalars,
-    ask_inputs,
-    push_back,
-    store_keys,
-    window_system,
-)
+from .prepare import activate, append_scalars, ask_inputs, push_back, window_base, window_of
 
 
 @triton.jit
@@ -31,9 +23,9 @@ def step_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, sign_ptr,  # see prepare_kernel
     ring_k_ptr, ring_v_ptr, ring_g_ptr, ring_beta_ptr, ring_rk_ptr,  # at slot 0
     slot_ptr, valid_ptr, flush_ptr, position_ptr, key_ptr, y_ptr,  # [b], y [b, HV, V]
-    # scratch of each value head, as prepare_kernel has it of a head or key head
-    keys_ptr, query_ptr, gate_ptr, rate_ptr, high_ptr, low_key_ptr, w_high_ptr, w_low_ptr,
-    until_ptr, total_ptr, scratch_ptr, c_ptr, top_ptr, w_ptr,
+    # scratch of each program, as prepare_kernel and window_kernel have it of a head or key head
+    keys_ptr, query_ptr, gate_ptr, rate_ptr, left_ptr, right_ptr, base_ptr, total_ptr,
+    scratch_ptr, c_ptr, top_ptr, w_ptr,
     code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
     q_stride, k_stride, v_stride, g_stride, beta_stride, y_stride,
     ring_k_stride, ring_v_stride, ring_g_stride, ring_beta_stride, ring_rk_stride,
@@ -71,7 +63,6 @@ def step_kernel(
     row_ok = row < V
     v = tl.load(v_ptr + i_b * v_stride + i_h * V + row, mask=row_ok, other=0.0)
     y = y_ptr + i_b * y_stride + i_h * V
-    head = i_b * HV + i_h
     ring_k = ring_k_ptr + slot * ring_k_stride + i_k * K
     ring_rk = ring_rk_ptr + slot * ring_rk_stride + i_k
     ring_g = ring_g_ptr + slot * ring_g_stride + i_h * GW
@@ -114,57 +105,40 @@ def step_kernel(
         tl.store(ring_v + valid * (HV * V) + row, v, mask=row_ok)
         push_back(
             q, k, rk, g, beta, valid, ring_k, ring_rk, ring_g, ring_beta, sign_ptr,
-            scratch_ptr + head * (LP * LP + LP + KP), c_ptr + head * K, top_ptr + head,
-            w_ptr + head * L, HK, HV, K, L, KP, LP, 1, 1, GW, OUTPUT, MATRIX, ROTATE,
+            scratch_ptr + unit * (LP * LP + LP + KP), c_ptr + unit * K, top_ptr + unit,
+            w_ptr + unit * L, HK, HV, K, L, KP, LP, 1, 1, GW, OUTPUT, MATRIX, ROTATE,
         )  # fmt: skip
         tl.debug_barrier()  # other lanes read what this program has just written
-        weights = w_ptr + head * L
+        weights = w_ptr + unit * L
         if MATRIX:
-            c = load_operand(c_ptr + head * K, K, OUTPUT)
+            c = load_operand(c_ptr + unit * K, K, OUTPUT)
             w = load_weights(weights, valid, LPR)
         else:
-            c = load_stored(c_ptr + head * K, K, WP, OUTPUT)
+            c = load_stored(c_ptr + unit * K, K, WP, OUTPUT)
             token = tl.arange(0, LPR)
             w = tl.load(weights + token, mask=token < valid, other=0.0)
         answer_block(
-            block, code, scales, tiles, ring_v, c, tl.load(top_ptr + head), w,
+            block, code, scales, tiles, ring_v, c, tl.load(top_ptr + unit), w,
             tl.load(weights + valid), v, valid, row, row_ok, y,
             HV, K, V, WP, LPR, ROWS, TILES, OUTPUT, MATRIX,
         )  # fmt: skip
     else:
         q, k, rk, g, beta = activate(inputs, ring_k_ptr, scale, RAW_GATES, NEGATIVE, L2NORM, EPS)
-        key = k.to(tl.float32) * rk
-        if ROTATE:
-            q = rotate_rows(q, sign_ptr, 1, K, KP, True)
-        one = tl.zeros([1, 1], tl.int32)
-        gate = one + n % GW if GW > 1 else one
-        gate_ok = n < K if GW > 1 else one == 0
-        tl.store(query_ptr + head * K + n, q, mask=n < K)
-        tl.store(gate_ptr + head * GW + gate, g, mask=gate_ok)
-        tl.store(rate_ptr + head + one, beta)
-        keys = keys_ptr + head * (L * K)
-        window = head * (2 * LP * KP)
-        if DOT:
-            tl.debug_barrier()
-            window_system(
-                key, valid, sign_ptr, ring_k, ring_rk, ring_g, ring_beta,
-                gate_ptr + head, rate_ptr + head, high_ptr + window, low_key_ptr + window,
-                w_high_ptr + head * (LP * LP), w_low_ptr + head * (LP * LP),
-                until_ptr + head * LP, total_ptr + head, HK, HV, K, KP, 1, ROTATE, LP, WARPS,
-            )  # fmt: skip
-        else:
-            store_keys(keys + n, ring_k + n, ring_rk, sign_ptr, valid, n, HK, K, KP, ROTATE)
-            if ROTATE:
-                key = rotate_rows(key, sign_ptr, 1, K, KP, True)
-            tl.store(keys + valid * K + n, key, mask=n < K)
+        keys, query = keys_ptr + unit * (L * K), query_ptr + unit * K
+        gate, rate = gate_ptr + unit * GW, rate_ptr + unit
+        left, right = left_ptr + unit * (2 * LP * KP), right_ptr + unit * (2 * LP * KP)
+        base, total = base_ptr + unit * window_base(V, LP), total_ptr + unit
+        window_of(
+            q, k, rk, g, beta, v_ptr + i_b * v_stride + i_h * V, valid, sign_ptr,
+            ring_k, ring_rk, ring_v, ring_g, ring_beta,
+            keys, query, gate, rate, left, right, base, total, i_h >= 0,
+            HK, HV, K, KP, V, GW, ROTATE, DOT, LP, True,
+        )  # fmt: skip
         tl.debug_barrier()
         for i_f in range(i_t * (ROWS // 16), tl.minimum((i_t + 1) * (ROWS // 16), TILES)):
             flush_tile(
-                i_b, i_h, i_f, slot, valid,
-                keys, query_ptr + head * K, gate_ptr + head * GW, rate_ptr + head, v_ptr,
-                high_ptr + window, low_key_ptr + window,
-                w_high_ptr + head * (LP * LP), w_low_ptr + head * (LP * LP),
-                until_ptr + head * LP, total_ptr + head,
+                i_b, i_h, i_f, slot, valid, keys, query, gate, rate, v_ptr,
+                left, right, base, total,
                 ring_v_ptr, ring_g_ptr, ring_beta_ptr, position_ptr, key_ptr, y_ptr,
                 code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
                 v_stride, y_stride, ring_v_stride, ring_g_stride, ring_beta_stride,

@@ -1,8 +1,9 @@
 """Gated DeltaNet decode on Triton: the signatures of ``reference``, and vLLM's packed input.
 
-A step is three launches: ``prepare`` (norms, gates, the walk over the window, the append), the
-shared readout of the output copy for rows that do not flush, and ``flush`` for those that do. Which
-rows flush is data; nothing waits for the device, so a CUDA graph may hold the step.
+A step is four launches: ``prepare`` (norms, gates, the query pushed back through the window, the
+append) and the readout of the output copy for rows that do not flush, ``window`` and ``flush`` for
+those that do. Which rows flush is data; nothing waits for the device, so a CUDA graph may hold the
+step. For a few sequences one launch does it all (``step``).
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from ..common.launch import (
 from ..common.matrix import block_rows, matrix_path
 from ..common.planes import PTX
 from ..common.store import check_state_size, launch_warps, plane_arguments, rounding_sizes
-from .decode import readout_kernel
+from .decode import read_kernel, readout_kernel
 from .flush import flush_kernel, load_kernel
-from .prepare import keys_kernel, prepare_kernel
+from .prepare import keys_kernel, prepare_kernel, window_base, window_kernel
 from .reference import NORM_EPS, check_inputs
 from .step import step_kernel
 
@@ -43,7 +44,9 @@ class LaunchConfig:
     """How a step is launched.
 
     rows: of a readout block; blocks: of a program; ahead: 1 to load the next block while one is
-    worked on; warps: of a readout program without matrix units.
+    worked on; warps: of a readout program without matrix units. own: 1 where a program with matrix
+    units prepares for itself what the value heads of its key head read, all blocks of them (one
+    launch instead of two); registers: of one, at most.
 
     flush: programs that flush for each multiprocessor; flush_registers: of one, at most; beside: 1
     to flush on a stream beside the reads, 0 after them; dot_from: windows of at least this length
@@ -64,7 +67,12 @@ class LaunchConfig:
     beside: int = 0
     dot_from: int = 5
     single: int = 0
+    own: int = 0
+    registers: int = 255
 
+
+WINDOW_PROGRAMS = 8
+"""Programs that prepare flushes, for each multiprocessor."""
 
 LAUNCH: dict[int, tuple[tuple[int, LaunchConfig], ...]] = {
     4: ((1, LaunchConfig(64)), (32, LaunchConfig(32, 2, ahead=1, flush=12, beside=1))),
@@ -164,110 +172,92 @@ def _run(
     gate_width = views.ring_g.shape[3]
     per_key = hv // hk
     empty = torch.empty
-    listed = empty(batch + 1, dtype=torch.int32, device=device)
     launch = launch or launch_for(config, batch)
     dot = (
         length >= launch.dot_from
         and gate_width == 1
         and l2norm  # fp16 halves need keys of norm 1
+        and length <= 32
         and 64 < n <= 128  # a plane of a key is the product's inner size, which must be 16
     )
     window = max(16, triton.next_power_of_2(length))
     single = bool(launch.single) and length > 1 and readout
-    owners = hv if single else hk  # whose keys a program prepares
-    padded = triton.next_power_of_2(n)
-    per_padded = triton.next_power_of_2(1 if single else per_key)
-    if dot:
-        half = {"dtype": torch.float16, "device": device}
-        system = {
-            "high": empty(batch, owners, 2, window, padded, **half),
-            "low": empty(batch, owners, 2, window, padded, **half),
-            "w_high": empty(batch, hv, window, window, **half),
-            "w_low": empty(batch, hv, window, window, **half),
-            "until": empty(batch, hv, window, device=device),
-            "total": empty(batch, hv, device=device),
-        }
-        keys = system["until"]
-    else:
-        keys = empty(batch, owners, length, n, device=device)
-        system = dict.fromkeys(("high", "low", "w_high", "w_low", "until", "total"), keys)
-    query = empty(batch, owners, n, device=device)
-    gate = empty(batch, hv, gate_width, device=device)
-    rate = empty(batch, hv, device=device)
-    c = empty(batch, hv, n, dtype=torch.int32, device=device)
-    top = empty(batch, hv, device=device)
-    weights = empty(batch, hv, length, device=device)
-    scratch = empty(batch, owners, window * window + per_padded * (window + padded), device=device)
-    ring = _ring_arguments(views)
     planes, plane_sizes = plane_arguments(views, config)
     matrix = matrix_path(PTX.value, n, plane_sizes["OUTPUT"]) != "" and width % 8 == 0
-    start = starts_early(device) and length > 1 and readout
-    rounding = rounding_sizes(config)
+    block = launch.rows
     if single:
-        block = min(launch.rows, max(16, triton.next_power_of_2(width)))
-        warps = 1 if matrix else launch_warps(n)
-        block = block_rows(block, n, views.ring_v.dtype, config.readout) if matrix else block
-        system["low_key"] = system.pop("low")
-        step_kernel[(batch * hv * triton.cdiv(width, block),)](
-            q, k, v, g, beta,
-            rate if A_log is None else A_log,
-            rate if dt_bias is None else dt_bias,
-            _rotation_signs(n, device) if config.rotate else rate,
-            slot_ptr=rows.slots, valid_ptr=rows.valid, flush_ptr=rows.flush,
-            position_ptr=rows.position, key_ptr=rows.key, y_ptr=out,
-            keys_ptr=keys, query_ptr=query, gate_ptr=gate, rate_ptr=rate,
-            scratch_ptr=scratch, c_ptr=c, top_ptr=top, w_ptr=weights,
-            **{f"{name}_ptr": value for name, value in system.items()},
-            q_stride=q.stride(0), k_stride=k.stride(0), v_stride=v.stride(0),
-            g_stride=g.stride(0), beta_stride=beta.stride(0), y_stride=out.stride(0),
-            scale=scale, layer=layer, head_offset=head_offset,
-            KP=padded, WP=padded // 8, PER=per_key, GW=gate_width, LP=window,
-            LPR=max(4, triton.next_power_of_2(length)), ROWS=block, WARPS=warps,
-            RAW_GATES=A_log is not None, NEGATIVE=negative, L2NORM=l2norm, EPS=NORM_EPS,
-            MATRIX=matrix, ROTATE=config.rotate, DOT=dot,
-            num_warps=warps, num_stages=1, **ring, **size, **planes, **plane_sizes,
-            **rounding,
+        block = min(block, max(16, triton.next_power_of_2(width)))
+    if matrix:
+        block = block_rows(block, n, views.ring_v.dtype, config.readout)
+    # scratch: of a row's heads and key heads, or of each program of the one launch
+    heads, owners = hv, hk
+    if single:
+        heads = owners = hv * triton.cdiv(width, block)
+    padded = triton.next_power_of_2(n)
+    per_padded = triton.next_power_of_2(1 if single else per_key)
+    rate = empty(batch, heads, device=device)
+    folding = dict.fromkeys(("keys", "left", "right", "base", "total"), rate)
+    folding["rate"] = rate
+    folding["gate"] = empty(batch, heads, gate_width, device=device)
+    folding["query"] = empty(batch, owners, n, device=device)
+    if dot:
+        half = {"dtype": torch.float16, "device": device}
+        folding["left"] = empty(batch, heads, 2, window, padded, **half)
+        folding["right"] = empty(batch, owners, 2, window, padded, **half)
+        folding["base"] = empty(batch, heads, window_base(width, window), device=device)
+        folding["total"] = empty(batch, heads, device=device)
+    else:
+        folding["keys"] = empty(batch, owners, length, n, device=device)
+    folding = {f"{name}_ptr": value for name, value in folding.items()}
+    inputs = {
+        "q_ptr": q, "k_ptr": k, "v_ptr": v, "g_ptr": g, "beta_ptr": beta,
+        "A_log_ptr": rate if A_log is None else A_log,
+        "dt_bias_ptr": rate if dt_bias is None else dt_bias,
+        "sign_ptr": _rotation_signs(n, device) if config.rotate else rate,
+        "slot_ptr": rows.slots, "valid_ptr": rows.valid, "flush_ptr": rows.flush,
+        "q_stride": q.stride(0), "k_stride": k.stride(0), "v_stride": v.stride(0),
+        "g_stride": g.stride(0), "beta_stride": beta.stride(0), "scale": scale,
+        "KP": padded, "PER": per_key, "GW": gate_width, "LP": window,
+        "RAW_GATES": A_log is not None, "NEGATIVE": negative, "L2NORM": l2norm, "EPS": NORM_EPS,
+        "ROTATE": config.rotate, **_ring_arguments(views), **size,
+    }  # fmt: skip
+    stored = {
+        "position_ptr": rows.position, "key_ptr": rows.key, "layer": layer,
+        "head_offset": head_offset, "DOT": dot, "WARPS": launch_warps(n),
+        **rounding_sizes(config),
+    }  # fmt: skip
+    reading = {
+        "scratch_ptr": empty(
+            batch, owners, window * window + per_padded * (window + padded), device=device
+        ),
+        "c_ptr": empty(batch, heads, n, dtype=torch.int32, device=device),
+        "top_ptr": empty(batch, heads, device=device),
+        "w_ptr": empty(batch, heads, length, device=device),
+    }
+    shorter = max(4, triton.next_power_of_2(length))  # the window that is read
+    if single:
+        step_kernel[(batch * heads,)](
+            y_ptr=out, y_stride=out.stride(0), WP=padded // 8, LPR=shorter, ROWS=block,
+            MATRIX=matrix, num_warps=1 if matrix else launch_warps(n), num_stages=1,
+            **inputs, **stored, **folding, **reading, **planes, **plane_sizes,
         )  # fmt: skip
         return
-    prepare_kernel[(batch + 1, hk)](
-        q, k, v, g, beta,
-        rate if A_log is None else A_log,
-        rate if dt_bias is None else dt_bias,
-        _rotation_signs(n, device) if config.rotate else rate,
-        slot_ptr=rows.slots, valid_ptr=rows.valid, flush_ptr=rows.flush, list_ptr=listed,
-        keys_ptr=keys, query_ptr=query, gate_ptr=gate, rate_ptr=rate,
-        scratch_ptr=scratch, c_ptr=c, top_ptr=top, w_ptr=weights,
-        **{f"{name}_ptr": value for name, value in system.items()},
-        q_stride=q.stride(0), k_stride=k.stride(0), v_stride=v.stride(0),
-        g_stride=g.stride(0), beta_stride=beta.stride(0),
-        scale=scale, batch=batch,
-        KP=padded, VP=triton.next_power_of_2(width), PER=per_key,
-        PERP=per_padded, GW=gate_width,
-        RAW_GATES=A_log is not None, NEGATIVE=negative, L2NORM=l2norm, EPS=NORM_EPS,
-        ROTATE=config.rotate, DOT=dot, LP=window, WARPS=launch_warps(n),
-        OUTPUT=plane_sizes["OUTPUT"], MATRIX=matrix, EARLY=start,
-        num_warps=1, num_stages=1, **ring, **size,
-    )  # fmt: skip
-    common = {"slot_ptr": rows.slots, "valid_ptr": rows.valid, "y_ptr": out, **ring, **size}
-    common |= {"y_stride": out.stride(0), "WP": padded // 8}
-    del common["ring_k_ptr"], common["ring_k_stride"]
-    del common["ring_rk_ptr"], common["ring_rk_stride"]
-    folding = {
-        "list_ptr": listed, "keys_ptr": keys, "query_ptr": query, "gate_ptr": gate,
-        "rate_ptr": rate, "v_ptr": v, "v_stride": v.stride(0),
-        "position_ptr": rows.position, "key_ptr": rows.key,
-        "layer": layer, "head_offset": head_offset,
-        "PER": per_key, "GW": gate_width, "DOT": dot, "WARPS": launch_warps(n), **rounding,
-    }  # fmt: skip
-    folding |= {f"{name}_ptr": value for name, value in system.items() if name != "low"}
-    folding["low_key_ptr"] = system["low"]
+    common = {"slot_ptr": rows.slots, "valid_ptr": rows.valid, "y_ptr": out, "WP": padded // 8}
+    common |= {"y_stride": out.stride(0), **size}
     tiles = batch * hv * plane_sizes["TILES"]
-    programs = min(tiles, launch.flush * multiprocessors(device))
+    listed = empty(batch + 1, dtype=torch.int32, device=device)
 
     def fold_rows() -> None:
-        flush_kernel[(programs,)](
-            LP=window, num_warps=launch_warps(n), num_stages=1, **folding, **common, **planes,
-            **plane_sizes, **register_limit(launch.flush_registers),
+        cores = multiprocessors(device)
+        made = {name: value for name, value in folding.items() if name != "scratch_ptr"}
+        window_kernel[(min(batch * hv, WINDOW_PROGRAMS * cores) + 1,)](
+            list_ptr=listed, batch=batch, DOT=dot, num_warps=1, num_stages=1, **inputs, **made
+        )
+        flush_kernel[(min(tiles, launch.flush * cores),)](
+            list_ptr=listed, v_ptr=v, v_stride=v.stride(0), PER=per_key, GW=gate_width, LP=window,
+            num_warps=launch_warps(n), num_stages=1, **stored, **made, **common, **planes,
+            **_ring_arguments(views, ("ring_v", "ring_g", "ring_beta")), **plane_sizes,
+            **register_limit(launch.flush_registers),
         )  # fmt: skip
 
     if length == 1 or not readout:
@@ -275,27 +265,34 @@ def _run(
             out.zero_()  # padding rows, which no program visits
         fold_rows()
         return
-    block = (
-        block_rows(launch.rows, n, views.ring_v.dtype, config.readout) if matrix else launch.rows
-    )
-    blocks = launch.blocks * launch.rows // block
-    units = batch * hv * triton.cdiv(width, block * blocks)
-    reading = {
-        "c_ptr": c, "top_ptr": top, "w_ptr": weights, "flush_ptr": rows.flush,
-        "LP": max(4, triton.next_power_of_2(length)), "ROWS": block,
-        "BLOCKS": blocks, "MATRIX": matrix, "EARLY": start,
-        "AHEAD": bool(launch.ahead) and matrix,
-    }  # fmt: skip
     if launch.beside:
         with beside(device):
             fold_rows()
     names = ("copy", "copy_scale", "copy_tile")
     copy = {name + end: planes[name + end] for name in names for end in ("_ptr", "_stride")}
-    given = {k: t for k, t in common.items() if not k.startswith(("ring_g", "ring_beta", "HK"))}
-    readout_kernel[(units,)](
-        num_warps=1 if matrix else launch.warps, **reading, **given, **copy, **early(start),
-        **{s: plane_sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES", "OUTPUT")},
-    )  # fmt: skip
+    copy |= {s: plane_sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES", "OUTPUT")}
+    start = starts_early(device)
+    if launch.own and matrix:
+        read_kernel[(batch * hk,)](
+            y_ptr=out, y_stride=out.stride(0), PERP=per_padded, LPR=shorter, ROWS=block,
+            BULK=start, num_warps=1, num_stages=1, **inputs, **reading, **copy,
+            **register_limit(launch.registers),
+        )  # fmt: skip
+    else:
+        prepare_kernel[(batch, hk)](
+            VP=triton.next_power_of_2(width), PERP=per_padded, OUTPUT=plane_sizes["OUTPUT"],
+            MATRIX=matrix, EARLY=start, num_warps=1, num_stages=1, **inputs, **reading,
+        )  # fmt: skip
+        blocks = launch.blocks * launch.rows // block
+        given = {name: value for name, value in reading.items() if name != "scratch_ptr"}
+        readout_kernel[(batch * hv * triton.cdiv(width, block * blocks),)](
+            flush_ptr=rows.flush, LP=shorter, ROWS=block, BLOCKS=blocks, MATRIX=matrix,
+            EARLY=start, AHEAD=bool(launch.ahead) and matrix,
+            num_warps=1 if matrix else launch.warps,
+            **given, **copy, **early(start), **_ring_arguments(views, ("ring_v",)),
+            **{name: value for name, value in common.items() if name != "HK"},
+            **register_limit(launch.registers),
+        )  # fmt: skip
     if launch.beside:
         rejoin(device)
     else:
