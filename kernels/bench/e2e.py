@@ -393,6 +393,8 @@ def child(job: Mapping[str, Any], row_of: Callable[..., dict[str, Any]] = measur
     from vllm import LLM
     from vllm.platforms import current_platform
 
+    quiet, others = host.split_cores(job.get("cores", 0))
+    host.move_to(others)
     llm = LLM(**job["engine"])
     v2 = llm.llm_engine.vllm_config.use_v2_model_runner
     found = {
@@ -406,10 +408,13 @@ def child(job: Mapping[str, Any], row_of: Callable[..., dict[str, Any]] = measur
     for line in sys.stdin:
         point = json.loads(line)
         try:
+            host.move_to(quiet)
             with host.lean(point.get("parts", job["parts"]), model_runner(llm)):
                 row = row_of(llm, point, job)
         except (RuntimeError, ValueError) as error:
             row = {**point, "error": str(error)}
+        finally:
+            host.move_to(others)
         found["rows"].append(row)
         _write(Path(job["out"]), json.dumps(found))
 
@@ -492,6 +497,7 @@ class Engine:
             "vocab": config["vocab_size"],
             "out": str(self.out),
             "parts": list(host.PARTS) if self.host == "lean" else [],
+            "cores": 0 if self.host == "served" else args.cores,
         }
         env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         env.setdefault("VLLM_TUNED_CONFIG_FOLDER", str(tuned))
@@ -950,6 +956,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--engine", default="{}", help="more arguments of vllm.LLM, as JSON")
     add("--python", default=sys.executable, help="interpreter that has vLLM")
     add("--lock", help="a file to lock while measuring")
+    add("--cores", type=int, default=0, help="cores to measure on, which start-up leaves alone")
     add("--logs", help="keep the engines' logs in this folder")
 
 

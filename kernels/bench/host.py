@@ -70,6 +70,32 @@ def lean(parts: Collection[str] = tuple(PARTS), runner: Any = None) -> Iterator[
         yield
 
 
+def split_cores(count: int) -> tuple[set[int], set[int]]:
+    """(cores to measure on, all others) of those this process may use.
+
+    ``count`` to measure on; what shares a physical core with them is in neither. Both are all cores
+    if that leaves none to others, or ``count`` is 0.
+    """
+    every = os.sched_getaffinity(0)
+    quiet = set(sorted(every)[:count])
+    near = set(quiet)
+    for core in quiet:
+        with contextlib.suppress(OSError, ValueError):
+            topology = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+            for part in topology.read_text().split(","):
+                first, _, last = part.strip().partition("-")
+                near.update(range(int(first), int(last or first) + 1))
+    rest = every - near
+    return (quiet, rest) if quiet and rest else (every, every)
+
+
+def move_to(cores: set[int]) -> None:
+    """Let every thread of this process run on these cores alone."""
+    for task in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(int(task.name), cores)
+
+
 class Sampler:
     """Where the main thread spends its time, by a signal each millisecond.
 

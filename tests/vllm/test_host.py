@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
@@ -77,6 +78,32 @@ def test_the_sampler_finds_what_takes_long() -> None:
     assert within[here] == pytest.approx(100 * (spun + slept), rel=0.25)
     assert sampler.total == pytest.approx(spun + slept, rel=0.25)
     assert table["own"][0][0].startswith("test_host.py:_spin:")
+
+
+def test_cores_to_measure_on_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4, 5, 6, 7})
+    read = {"0": "0,4", "1": "1,5"}
+    monkeypatch.setattr(host.Path, "read_text", lambda p: read.get(p.parts[-3][3:], "7"))
+    assert host.split_cores(2) == ({0, 1}, {2, 3, 6, 7})
+    read |= {"0": "0-1", "1": "0-1"}
+    assert host.split_cores(2) == ({0, 1}, {2, 3, 4, 5, 6, 7})
+    for count in (0, 8):
+        assert host.split_cores(count) == (set(range(8)), set(range(8)))
+
+
+def test_every_thread_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = {}
+    monkeypatch.setattr(
+        host.os, "sched_setaffinity", lambda task, cores: moved.update({task: cores})
+    )
+    done = threading.Event()
+    other = threading.Thread(target=done.wait)
+    other.start()
+    host.move_to({3})
+    assert moved.keys() >= {threading.get_native_id(), other.native_id}
+    assert all(cores == {3} for cores in moved.values())
+    done.set()
+    other.join()
 
 
 def test_threads_have_their_own_time() -> None:
