@@ -100,7 +100,7 @@ def fetch_following(
         return ()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("layer", "head_offset"))
 def _store_kernel(
     state_ptr,  # fp32 [b, H, R, N]
     slot_ptr, key_ptr, position_ptr,  # [b] int64, int64, int32

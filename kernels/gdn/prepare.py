@@ -512,7 +512,7 @@ def window_of(
                 tl.store(keys + valid * K + n, key, mask=n_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("batch",))
 def window_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr,  # [b, ...], the row strides below
     A_log_ptr, dt_bias_ptr, sign_ptr,  # [HV], [HV], fp32 [K]

@@ -48,8 +48,9 @@ class LaunchConfig:
     units prepares for itself what the value heads of its key head read, all blocks of them (one
     launch instead of two); registers: of one, at most.
 
-    flush: programs that flush for each multiprocessor; flush_registers: of one, at most; beside: 1
-    to flush on a stream beside the reads, 0 after them; dot_from: windows of at least this length
+    flush: programs that flush for each multiprocessor; flush_registers: of one, at most; near: 1
+    where those of a multiprocessor take neighbouring tiles; beside: 1 to flush on a stream beside
+    the reads, 0 after them; dot_from: windows of at least this length
     fold by matrix products, shorter ones token by token.
 
     single: 1 to do all of that in one launch whose programs serve ``rows`` rows of a head each,
@@ -65,6 +66,7 @@ class LaunchConfig:
     flush: int = 16
     flush_registers: int = 128
     beside: int = 0
+    near: int = 0
     dot_from: int = 5
     single: int = 0
     own: int = 0
@@ -250,10 +252,12 @@ def _run(
     def fold_rows() -> None:
         cores = multiprocessors(device)
         made = {name: value for name, value in folding.items() if name != "scratch_ptr"}
+        programs = min(tiles, launch.flush * cores)
         window_kernel[(min(batch * hv, WINDOW_PROGRAMS * cores) + 1,)](
             list_ptr=listed, batch=batch, DOT=dot, num_warps=1, num_stages=1, **inputs, **made
         )
-        flush_kernel[(min(tiles, launch.flush * cores),)](
+        flush_kernel[(programs,)](
+            APART=cores if launch.near and programs % cores == 0 else 1,
             list_ptr=listed, v_ptr=v, v_stride=v.stride(0), PER=per_key, GW=gate_width, LP=window,
             num_warps=launch_warps(n), num_stages=1, **stored, **made, **common, **planes,
             **_ring_arguments(views, ("ring_v", "ring_g", "ring_beta")), **plane_sizes,
