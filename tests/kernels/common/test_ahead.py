@@ -1,0 +1,88 @@
+"""Kernels that are compiled in threads before their first launch. No GPU: compiled for sm_90."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from replayssm_quant.kernels.common.ahead import can_compile_ahead, compile_ahead
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPT = """
+import json, torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+from replayssm_quant.kernels.common.ahead import can_compile_ahead, compile_ahead
+from replayssm_quant.backends.vllm.cursor_kernel import _decode_rows_kernel, _move_rows_kernel
+
+
+class Target:
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+driver._active = Target()
+compiled, run, compile_one = [], jit.JITFunction.run, jit.JITFunction._do_compile
+
+
+def seen(self, *args, **kwargs):
+    compiled.append(self.fn.__name__)
+    return compile_one(self, *args, **kwargs)
+
+
+jit.JITFunction._do_compile = seen
+int64, int32, byte = (torch.zeros(4, dtype=t) for t in (torch.int64, torch.int32, torch.uint8))
+rows = (int64, int32, byte, int32, int64)
+
+
+def steps(lengths, block, **how):
+    for length in lengths:
+        _decode_rows_kernel.run(
+            int32, int32, int32, int64, int64, *rows, 1, 4, L=length, STAGGER=False,
+            REQUESTS=False, BLOCK=block, num_warps=4, grid=(1,), **how
+        )
+    _move_rows_kernel.run(
+        int32, int32, byte, int32, int64, *rows, 1, 4, BLOCK=block, num_warps=4, grid=(1,), **how
+    )
+
+
+assert can_compile_ahead()
+with compile_ahead(threads=2) as found:
+    steps([4, 8], 128, warmup=False)  # would run, and there is nothing to run on
+    steps([], 127, warmup=False)  # does not compile: no power of two
+ahead = sorted(compiled)
+steps([4, 8], 128, warmup=True)
+print(json.dumps({
+    "ahead": ahead, "late": compiled[len(ahead):], "kernels": found.kernels,
+    "threads": found.threads, "seconds": found.seconds, "errors": found.errors,
+    "restored": jit.JITFunction.run is run,
+}))
+"""
+
+
+def test_what_was_compiled_ahead_is_not_compiled_again(tmp_path: Path) -> None:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["ahead"] == ["_decode_rows_kernel"] * 2 + ["_move_rows_kernel"] * 2
+    assert found["late"] == [] and found["kernels"] == 4 and found["threads"] == 2
+    assert len(found["errors"]) == 1 and "power of 2" in found["errors"][0]
+    assert found["seconds"] > 0 and found["restored"]
+
+
+def test_the_interpreter_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert not can_compile_ahead()
+    with pytest.raises(RuntimeError, match="can_compile_ahead"), compile_ahead():
+        pass
