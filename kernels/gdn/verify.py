@@ -28,7 +28,7 @@ from ..common.launch import (
     wait_for_previous,
 )
 from ..common.planes import PTX
-from ..common.store import check_state_size, plane_arguments
+from ..common.store import check_state_size, launch_warps, plane_arguments, rounding_sizes
 from ..common.verify import (
     TOKENS,
     LaunchConfig,
@@ -72,6 +72,8 @@ from ..common.verify_matrix import (
     zero_outputs,
     zero_queries,
 )
+from .flush import flush_run
+from .prepare import window_base, window_head
 from .reference import NORM_EPS
 from .triton_ops import _ring_arguments, _sizes, decode_packed, decode_step
 from .triton_ops import _run as step
@@ -212,6 +214,9 @@ def verify_prepare_kernel(
     slot_ptr, valid_ptr, flush_ptr, count_ptr, ancestors_ptr,  # [b]; ancestors [b, T]
     c_ptr, top_ptr, w_ptr,  # queries of [b, HV], fp32 [b, HV, T], fp32 [b, HV, T, LP + T]
     scratch_ptr,  # SOLVE: fp32 [b, HK, LP LP + T KP + 3 T]
+    # FUSED: where rows that flush leave what joins the ring: [b, T, HK, K], [b, T, HV] twice,
+    # [b, T, HK]
+    new_k_ptr, new_g_ptr, new_beta_ptr, new_rk_ptr,
     q_stride, q_token, k_stride, k_token, g_stride, g_token, beta_stride, beta_token,
     ring_k_stride, ring_g_stride, ring_beta_stride, ring_rk_stride,
     scale, width,
@@ -219,13 +224,15 @@ def verify_prepare_kernel(
     LENGTH: tl.constexpr, GW: tl.constexpr, SOLVE: tl.constexpr,
     RAW_GATES: tl.constexpr, NEGATIVE: tl.constexpr, L2NORM: tl.constexpr, EPS: tl.constexpr,
     ROTATE: tl.constexpr, TREE: tl.constexpr, OUTPUT: tl.constexpr, MATRIX: tl.constexpr,
-    EARLY: tl.constexpr, PART: tl.constexpr,
+    EARLY: tl.constexpr, PART: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
     """What does not touch the state, one program a key head and row; appends all but v.
 
     Pushes the queries of all tokens back through what each sees. The result is a query of the copy
     for each token, divided by its largest magnitude (``top``), and the weights of the committed v
     (entries below ``base``), then of the step's own. EARLY: programs of the next launch may start.
+    FUSED: the launch before, ``verify_window_kernel``, may still read what rows that flush hold, so
+    those append elsewhere, and no program ends before that launch has.
     """
     if EARLY:
         dependents_may_start()
@@ -234,6 +241,8 @@ def verify_prepare_kernel(
     count = tl.load(count_ptr + i_b)
     flush = tl.load(flush_ptr + i_b).to(tl.int32)
     if (slot < 0) | (count <= 0) | (in_part(slot, flush, PART) == 0):
+        if FUSED and EARLY:
+            wait_for_previous()
         return
     base = tl.where(flush != 0, 0, tl.load(valid_ptr + i_b))
     t, n = tl.arange(0, TOKENS), tl.arange(0, KP)
@@ -246,8 +255,18 @@ def verify_prepare_kernel(
     q_scale = tl.full([TOKENS], scale, tl.float32)
     k = k_ptr + i_b * k_stride + t[:, None] * k_token + i_k * K + n[None, :]
     k = tl.load(k, mask=ok, other=0.0).to(ring_k_ptr.dtype.element_ty)
-    ring_k = ring_k_ptr + slot * ring_k_stride + i_k * K
-    ring_rk = ring_rk_ptr + slot * ring_rk_stride + i_k
+    ring_k = ring_k_ptr + slot * ring_k_stride
+    ring_rk = ring_rk_ptr + slot * ring_rk_stride
+    ring_g_of = ring_g_ptr + slot * ring_g_stride
+    ring_beta_of = ring_beta_ptr + slot * ring_beta_stride
+    if FUSED:
+        if flush != 0:
+            ring_k = new_k_ptr + i_b * (TOKENS * HK * K)
+            ring_rk = new_rk_ptr + i_b * (TOKENS * HK)
+            ring_g_of = new_g_ptr + i_b * (TOKENS * HV)
+            ring_beta_of = new_beta_ptr + i_b * (TOKENS * HV)
+    ring_k += i_k * K
+    ring_rk += i_k
     tl.store(ring_k + (base + t)[:, None] * (HK * K) + n[None, :], k, mask=ok)
     k = k.to(tl.float32)
     squares = tl.sum(k * k, 1)
@@ -273,8 +292,8 @@ def verify_prepare_kernel(
             beta = 1.0 / (1.0 + tl.exp(-beta))
             if NEGATIVE:
                 beta = beta * 2.0
-        ring_g = ring_g_ptr + slot * ring_g_stride + head * GW + gate
-        ring_beta = ring_beta_ptr + slot * ring_beta_stride + head
+        ring_g = ring_g_of + head * GW + gate
+        ring_beta = ring_beta_of + head
         tl.store(ring_g + (base + t)[:, None] * (HV * GW), g, mask=g_ok)
         tl.store(ring_beta + (base + t) * HV, beta, mask=t_ok)
         if not SOLVE:
@@ -310,8 +329,7 @@ def verify_prepare_kernel(
             tl.debug_barrier()
             moved, fade = _solve_paths(
                 keys, start, scratch, strange, base, count, ancestors_ptr + i_b * width,
-                rate_of_keys, ring_g_ptr + slot * ring_g_stride + head,
-                ring_beta_ptr + slot * ring_beta_stride + head,
+                rate_of_keys, ring_g_of + head, ring_beta_of + head,
                 w_ptr + row * (TOKENS * (LP + TOKENS)), HV, LP, LENGTH, TREE,
             )  # fmt: skip
             if MATRIX:  # four tokens at a time, four neighbours a lane
@@ -337,6 +355,44 @@ def verify_prepare_kernel(
             else:
                 r = q_raw.to(tl.float32) * q_scale[:, None] - moved
                 _store_all(r, fade, c_ptr, top_ptr, row, sign_ptr, K, KP, ROTATE, OUTPUT, MATRIX)
+    if FUSED and EARLY:
+        wait_for_previous()
+
+
+@triton.jit
+def verify_window_kernel(
+    sign_ptr, ring_k_ptr, ring_v_ptr, ring_g_ptr, ring_beta_ptr, ring_rk_ptr,
+    slot_ptr, valid_ptr, flush_ptr,
+    left_ptr, right_ptr, base_ptr, total_ptr,  # see prepare.window_kernel
+    ring_k_stride, ring_v_stride, ring_g_stride, ring_beta_stride, ring_rk_stride,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr,
+    LPF: tl.constexpr, ROTATE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """What the fold of a value head needs of the committed inputs, one program a head and row.
+
+    EARLY: programs of the next launch may start.
+    """
+    if EARLY:
+        dependents_may_start()
+    i_h, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slot_ptr + i_b).to(tl.int64)
+    flush = tl.load(flush_ptr + i_b).to(tl.int32)
+    if (slot < 0) | (flush == 0):
+        return
+    i_k = i_h // (HV // HK)
+    head, key = i_b * HV + i_h, i_b * HK + i_k
+    none = tl.zeros([1, 1], tl.float32)
+    window_head(
+        none, none, none, none, ring_v_ptr, tl.load(valid_ptr + i_b), sign_ptr,
+        ring_k_ptr + slot * ring_k_stride + i_k * K,
+        ring_rk_ptr + slot * ring_rk_stride + i_k,
+        ring_v_ptr + slot * ring_v_stride + i_h * V,
+        ring_g_ptr + slot * ring_g_stride + i_h,
+        ring_beta_ptr + slot * ring_beta_stride + i_h,
+        left_ptr + head * (2 * LPF * KP), right_ptr + key * (2 * LPF * KP),
+        base_ptr + head * window_base(V, LPF), total_ptr + head, i_h % (HV // HK) == 0,
+        HK, HV, K, KP, V, ROTATE, LPF, False,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -473,21 +529,51 @@ def _verify_unit(
 
 
 @triton.jit
+def _append_new(
+    first_ptr, second_ptr, first_ring, second_ring, i_b, i_h, mine, count,
+    H: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """K numbers and one number of head i_h of each new token to the front of a slot's rings.
+
+    From [b, T, H, K] and [b, T, H], if ``mine``.
+    """
+    t, n = tl.arange(0, TOKENS), tl.arange(0, K)
+    ok = (t < count) & mine
+    at = (t * H + i_h)[:, None] * K + n[None, :]
+    x = tl.load(first_ptr + i_b * (TOKENS * H * K) + at, mask=ok[:, None] & (n >= 0)[None, :])
+    tl.store(first_ring + at, x, mask=ok[:, None] & (n >= 0)[None, :])
+    x = tl.load(second_ptr + i_b * (TOKENS * H) + t * H + i_h, mask=ok)
+    tl.store(second_ring + t * H + i_h, x, mask=ok)
+
+
+@triton.jit(do_not_specialize=("layer", "head_offset"))
 def verify_matrix_kernel(
     v_ptr, y_ptr, c_ptr, top_ptr, w_ptr,  # as verify_kernel
     ring_v_ptr, slot_ptr, valid_ptr, flush_ptr, count_ptr, ancestors_ptr,
     copy_ptr, copy_scale_ptr, copy_tile_ptr,
+    # FUSED: what joins the ring of rows that flush, and what flush.flush_kernel takes
+    new_k_ptr, new_g_ptr, new_beta_ptr, new_rk_ptr,
+    ring_k_ptr, ring_g_ptr, ring_beta_ptr, ring_rk_ptr,
+    position_ptr, key_ptr, left_ptr, right_ptr, base_ptr, total_ptr,
+    code_ptr, low_ptr, scale_ptr, tile_ptr,
     v_stride, v_token, y_stride, y_token,
-    ring_v_stride, copy_stride, copy_scale_stride, copy_tile_stride, width,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, LP: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, COPY_HEAD: tl.constexpr,
-    COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr, OUTPUT: tl.constexpr, TREE: tl.constexpr,
+    ring_v_stride, ring_k_stride, ring_g_stride, ring_beta_stride, ring_rk_stride,
+    copy_stride, copy_scale_stride, copy_tile_stride,
+    code_stride, low_stride, scale_stride, tile_stride, width, layer, head_offset,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, LP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    CODE_HEAD: tl.constexpr, LOW_HEAD: tl.constexpr, SCALE_HEAD: tl.constexpr,
+    COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
+    UPDATE: tl.constexpr, OUTPUT: tl.constexpr, HAS_COPY: tl.constexpr,
+    SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr, TREE: tl.constexpr,
     AHEAD: tl.constexpr, EARLY: tl.constexpr, PART: tl.constexpr,
+    FUSED: tl.constexpr, LPF: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """BLOCKS blocks of ROWS rows of a value head of one row.
 
     Where something is not finite the work is done again, with an eye to which token sees it. AHEAD:
     a block is loaded while the one before is worked on. EARLY: the launch before may still run.
+    FUSED: if the row flushes, its rows are folded first.
     """
     unit = tl.program_id(0)
     SPAN: tl.constexpr = ROWS * BLOCKS
@@ -509,6 +595,35 @@ def verify_matrix_kernel(
     c = c_ptr + head * QUERY_WORDS
     top = top_ptr + head * TOKENS
     w = w_ptr + head * ((LP + TOKENS) * TOKENS)
+    if FUSED:
+        if (slot >= 0) & (flush != 0):
+            if EARLY:
+                wait_for_previous()
+            PER: tl.constexpr = HV // HK
+            if (i_v == 0) & (count > 0):
+                _append_new(
+                    new_k_ptr, new_rk_ptr, ring_k_ptr + slot * ring_k_stride,
+                    ring_rk_ptr + slot * ring_rk_stride, i_b, i_h // PER, i_h % PER == 0, count,
+                    HK, K,
+                )  # fmt: skip
+                _append_new(
+                    new_g_ptr, new_beta_ptr, ring_g_ptr + slot * ring_g_stride,
+                    ring_beta_ptr + slot * ring_beta_stride, i_b, i_h, True, count, HV, 1,
+                )  # fmt: skip
+            flush_run(
+                i_b, i_h * TILES + i_v * (SPAN // 16), i_h * TILES + (i_v + 1) * (SPAN // 16) - 1,
+                v_ptr, v_ptr, v_ptr, v_ptr, v_ptr, left_ptr, right_ptr, base_ptr, total_ptr,
+                ring_v_ptr, ring_g_ptr, ring_beta_ptr, slot_ptr, valid_ptr, position_ptr, key_ptr,
+                y_ptr, code_ptr, low_ptr, scale_ptr, tile_ptr,
+                copy_ptr, copy_scale_ptr, copy_tile_ptr,
+                v_stride, y_stride, ring_v_stride, ring_g_stride, ring_beta_stride,
+                code_stride, low_stride, scale_stride, tile_stride,
+                copy_stride, copy_scale_stride, copy_tile_stride, layer, head_offset,
+                HK, HV, K, V, 0, K // 8, PER, 1,
+                CODE_HEAD, LOW_HEAD, SCALE_HEAD, COPY_HEAD, COPY_SCALE_HEAD, TILES,
+                UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, True, LPF, WARPS, False,
+            )  # fmt: skip
+            tl.debug_barrier()  # other lanes read what this program has just written
     if in_part(slot, flush, PART) == 0:
         if EARLY:
             wait_for_previous()
@@ -627,6 +742,23 @@ def _run(
         **{name + end: planes[name + end] for name in copies for end in ("_ptr", "_stride")},
         **{s: sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES")},
     }  # fmt: skip
+    lpf = max(16, triton.next_power_of_2(length - 1))  # of committed inputs
+    # fp16 halves need keys of norm 1
+    fused = matrix and solve and l2norm and lpf <= 32 and bool(chosen.fused)
+    late = {f"new_{name}_ptr": top for name in ("k", "g", "beta", "rk")}
+    window = {f"{name}_ptr": top for name in ("left", "right", "base", "total")}
+    if fused:
+        new = (batch, TOKENS.value)
+        late["new_k_ptr"] = torch.empty(*new, hk, n, dtype=views.ring_k.dtype, device=device)
+        late["new_rk_ptr"] = torch.empty(*new, hk, device=device)
+        for name in ("g", "beta"):
+            late[f"new_{name}_ptr"] = torch.empty(*new, hv, device=device)
+        half = {"dtype": torch.float16, "device": device}
+        window["left_ptr"] = torch.empty(batch, hv, 2, lpf, n, **half)
+        window["right_ptr"] = torch.empty(batch, hk, 2, lpf, n, **half)
+        window["base_ptr"] = torch.empty(batch, hv, window_base(values, lpf), device=device)
+        window["total_ptr"] = torch.empty(batch, hv, device=device)
+    sign = rotation_signs(n, device) if config.rotate else top
     block = max(16, min(chosen.rows, triton.next_power_of_2(values)))
     if matrix:
         most = block_most(block, config.readout)
@@ -634,20 +766,31 @@ def _run(
     blocks = divisor_up_to(triton.cdiv(values, block), chosen.blocks)
 
     def read(part: int) -> None:
+        if fused:
+            verify_window_kernel[(hv, batch)](
+                sign, slot_ptr=rows.slots, valid_ptr=rows.valid, flush_ptr=rows.flush,
+                HK=hk, HV=hv, K=n, KP=padded, V=values, LPF=lpf, ROTATE=config.rotate, EARLY=start,
+                num_warps=1 if config.rotate else 4, num_stages=1, **window,
+                **_ring_arguments(views),
+            )  # fmt: skip
         verify_prepare_kernel[(hk, batch)](
-            q, k, g, beta, A_log, dt_bias, rotation_signs(n, device) if config.rotate else top,
+            q, k, g, beta, A_log, dt_bias, sign,
             scale=n**-0.5 if scale is None else float(scale), HK=hk, KP=padded, GW=gate_width,
             LENGTH=length, SOLVE=solve, scratch_ptr=scratch,
             RAW_GATES=weights is not None, NEGATIVE=negative, L2NORM=l2norm, EPS=NORM_EPS,
             ROTATE=config.rotate, MATRIX=matrix, EARLY=start, PART=part,
-            num_warps=1, num_stages=1, **register_limit(168), **common, **steps,
+            FUSED=fused, num_warps=1, num_stages=1, **register_limit(168), **early(start and fused),
+            **late, **common, **steps,
             **_ring_arguments(views, ("ring_k", "ring_g", "ring_beta", "ring_rk")),
         )  # fmt: skip
         if matrix:
             verify_matrix_kernel[(batch * hv * values // (block * blocks),)](
                 v, y, ROWS=block, BLOCKS=blocks, AHEAD=bool(chosen.ahead), EARLY=start, PART=part,
-                num_warps=1, num_stages=1, **reading, **early(start),
-                **register_limit(chosen.registers),
+                FUSED=fused, LPF=lpf, HK=hk, WARPS=launch_warps(n), position_ptr=rows.position,
+                key_ptr=rows.key, num_warps=1, num_stages=1, **where, **late, **window,
+                **(reading | planes | sizes | _ring_arguments(views)), **rounding_sizes(config),
+                **early(start),
+                **register_limit(chosen.flush_registers if fused else chosen.registers),
             )  # fmt: skip
         else:
             verify_kernel[(triton.cdiv(values, block), hv, batch)](
@@ -658,7 +801,10 @@ def _run(
     def fold() -> None:
         fold_committed(views, config, rows, y[:, 0], l2norm=l2norm, launch=chosen, **where)
 
-    fold_and_read(fold, read, bool(chosen.beside), device)
+    if fused:
+        read(0)
+    else:
+        fold_and_read(fold, read, bool(chosen.beside), device)
     return y
 
 
