@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from replayssm_quant.backends.vllm import rehearsal
+from replayssm_quant.backends.vllm.drafts import shapes
 from replayssm_quant.backends.vllm.rehearsal import Rehearsal, batches, empty_rows
 
 
@@ -32,6 +33,18 @@ def test_rows_that_do_nothing() -> None:
     assert rows.flush.dtype == torch.bool and rows.key.dtype == torch.int64
 
 
+def test_steps_with_drafts_have_every_shape_that_a_layer_meets() -> None:
+    plain, uniform, mixed = shapes(2, 3, "cpu")
+    assert [s.width for s in (plain, uniform, mixed)] == [1, 4, 4]
+    x = torch.arange(24.0).view(8, 3)
+    assert plain.gather is None and uniform.gather is None and mixed.gather is not None
+    assert uniform.pack(x).stride() == (12, 3, 1) and mixed.pack(x).equal(uniform.pack(x))
+    wide = torch.zeros(8, 5)[:, :3]
+    assert uniform.pack(wide).stride() == (20, 5, 1)  # a view; a mixed step gathers
+    assert mixed.pack(wide).stride() == (12, 3, 1)
+    assert mixed.rows.slots.shape == (2,)
+
+
 def test_it_runs_once_all_layers_have_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     layers = [SimpleNamespace(name=n, views=SimpleNamespace()) for n in "ab"]
@@ -52,3 +65,15 @@ def test_it_runs_once_all_layers_have_a_cache(monkeypatch: pytest.MonkeyPatch) -
     for layer in layers:
         found.bound(layer)
     assert ran == ["run", "run"]
+
+
+def test_a_failure_leaves_the_kernels_to_their_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+    def rehearse(rows: int) -> None:
+        raise ValueError(f"no step of {rows} rows")
+
+    said: list[str] = []
+    layer = SimpleNamespace(geometry=SimpleNamespace(kind="gdn"), max_rows=4, rehearse=rehearse)
+    Rehearsal([layer], said.append).run()
+    assert len(said) == 1 and "one by one" in said[0] and "no step of 1 rows" in said[0]

@@ -85,6 +85,17 @@ class VerifyBuffers:
         return Verify(rows, self.starts[: count + 1], self.shift[:count], width)
 
 
+def shapes(rows: int, drafts: int, device: torch.device | str) -> list[Verify]:
+    """Steps of ``rows`` rows as the layers see them: without drafts, all with as many, mixed.
+
+    Nothing in them is a live row; they have addresses and shapes only.
+    """
+    buffers, width = VerifyBuffers(rows, device), 1 + drafts
+    mixed = buffers.step(rows, width)
+    mixed.gather = mixed.scatter = torch.arange(rows * width, device=device)
+    return [buffers.step(rows, 1), buffers.step(rows, width), mixed]
+
+
 class DraftCursors:
     """Cursors of one KV-cache group's slots, and the rows of its steps."""
 

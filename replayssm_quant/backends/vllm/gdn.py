@@ -16,7 +16,7 @@ from ...kernels.gdn.reference import gates
 from ...state.cache import PAD_SLOT, StepRows
 from ...state.geometry import LayerGeometry
 from .convolution import roll, update
-from .drafts import Verify, VerifyBuffers
+from .drafts import Verify, shapes
 from .layer import SplitLayer
 from .metadata import SplitGDNBackend, SplitGDNMetadata
 from .rehearsal import empty_rows
@@ -204,21 +204,21 @@ class SplitQwenGatedDeltaNet(SplitLayer, stock.QwenGatedDeltaNetAttention):
         channels, values = 2 * g.groups * g.n + g.heads * g.rows, g.heads * g.rows
         # Qwen3-Next gathers q, k and v; of the others they are a part of the projection, with z
         whole = channels if getattr(self, "gqa_interleaved_layout", False) else channels + values
-        for width in sorted({1, 1 + self.drafts}):
-            tokens = rows * width
+
+        def inputs(tokens: int) -> tuple[torch.Tensor, ...]:
             qkv = torch.empty(tokens, whole, dtype=dtype, device=device)[:, :channels]
             qkv = qkv.to(_conv_state(self).dtype).to(dtype)  # written over by the convolution
             b, a = (t.contiguous() for t in qkv.new_empty(tokens, 2 * g.heads).chunk(2, 1))
-            out = qkv.new_empty(tokens, g.heads, g.rows)
-            if self.drafts:
-                step = VerifyBuffers(rows, device).step(rows, width)
-                self._verify_step(step, qkv, b, a, out)
-            else:
-                self._step(empty_rows(rows, device), qkv, b, a, out)
-        padding = empty_rows(rows, device)
-        state = ops.gdn_load(self.views, self.config, padding)
+            return qkv, b, a, qkv.new_empty(tokens, g.heads, g.rows)
+
+        if not self.drafts:
+            self._step(empty_rows(rows, device), *inputs(rows))
+        for step in shapes(rows, self.drafts, device) if self.drafts else ():
+            self._verify_step(step, *inputs(rows * step.width))
+        one = empty_rows(1, device)
+        state = ops.gdn_load(self.views, self.config, one)
         ops.store_state(
-            self.views, self.config, padding, state, layer=self.layer, head_offset=self.head_offset
+            self.views, self.config, one, state, layer=self.layer, head_offset=self.head_offset
         )
 
     def before(self, md: SplitGDNMetadata, has_initial: torch.Tensor) -> torch.Tensor:

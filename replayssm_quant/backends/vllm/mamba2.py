@@ -19,7 +19,7 @@ from ... import ops
 from ...state.cache import PAD_SLOT, StepRows
 from ...state.geometry import LayerGeometry
 from .convolution import roll, update
-from .drafts import Verify, VerifyBuffers
+from .drafts import Verify, shapes
 from .layer import SplitLayer
 from .metadata import SplitMamba2Backend, SplitMamba2Metadata
 from .rehearsal import empty_rows
@@ -232,19 +232,20 @@ class SplitMambaMixer2(SplitLayer, MambaMixer2):
     def rehearse(self, rows: int) -> None:
         g, device = self.geometry, self.views.ckpt.device
         of_one = self.tped_intermediate_size + self.tped_conv_size + self.tped_dt_size
-        for width in sorted({1, 1 + self.drafts}):
-            tokens = rows * width
+
+        def inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             projected = torch.empty(tokens, of_one, dtype=self.act_dtype, device=device)
-            out = projected.new_empty(tokens, g.heads * g.rows)
             xbc, dt = self._projections(projected)
             # the convolution writes over its input, where that has the dtype of its state
             conv = xbc.to(self._conv_state.dtype).to(xbc.dtype)
-            if self.drafts:
-                self._verify_step(VerifyBuffers(rows, device).step(rows, width), conv, dt, out)
-            else:
-                self._step(empty_rows(rows, device), conv, dt, out)
-        padding = empty_rows(rows, device)
-        state = ops.mamba2_load(self.views, self.config, padding, self.A)
+            return conv, dt, projected.new_empty(tokens, g.heads * g.rows)
+
+        if not self.drafts:
+            self._step(empty_rows(rows, device), *inputs(rows))
+        for step in shapes(rows, self.drafts, device) if self.drafts else ():
+            self._verify_step(step, *inputs(rows * step.width))
+        one = empty_rows(1, device)
+        state = ops.mamba2_load(self.views, self.config, one, self.A)
         ops.store_state(
-            self.views, self.config, padding, state, layer=self.layer, head_offset=self.head_offset
+            self.views, self.config, one, state, layer=self.layer, head_offset=self.head_offset
         )

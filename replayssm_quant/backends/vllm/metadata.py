@@ -12,7 +12,7 @@ had drafts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -174,9 +174,8 @@ class SplitMamba2Builder(Mamba2AttentionMetadataBuilder):
     ) -> SplitMamba2Metadata:
         m = common_attn_metadata
         md = super().build(common_prefix_len, m, *args, **kwargs)
-        decode_rows = prefill_rows = verify = roll = None
         if md.num_decodes > 0 and self.planner.drafts:
-            verify = self.planner.verify(
+            md.verify = self.planner.verify(
                 md.state_indices_tensor_d[:, 0],
                 md.seq_lens,
                 m.query_start_loc[: md.num_decodes + 1],
@@ -184,33 +183,30 @@ class SplitMamba2Builder(Mamba2AttentionMetadataBuilder):
                 md.num_decode_tokens,
             )
         elif md.num_decodes > 0:
-            decode_rows = self.planner.decode(md.state_indices_tensor_d[:, 0], md.seq_lens)
+            md.decode_rows = self.planner.decode(md.state_indices_tensor_d[:, 0], md.seq_lens)
         if md.num_prefills > 0:
             first = md.num_reqs - md.num_prefills
-            prefill_rows, roll = self.planner.prefill(
+            md.prefill_rows, md.roll = self.planner.prefill(
                 slice(first, md.num_reqs),
                 md.state_indices_tensor_p,
                 md.seq_lens,
                 md.query_start_loc_p,
             )
-        return replace(
-            md, decode_rows=decode_rows, prefill_rows=prefill_rows, verify=verify, roll=roll
-        )
+        return md
 
     def update_block_table(
         self, metadata: SplitMamba2Metadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> SplitMamba2Metadata:
-        md = super().update_block_table(metadata, blk_table, slot_mapping)
-        decode_rows = prefill_rows = verify = None
+        md = super().update_block_table(metadata, blk_table, slot_mapping)  # a copy
         if metadata.decode_rows is not None:
             blocks = md.state_indices_tensor_d[:, 0]
-            decode_rows = self.planner.moved(metadata.decode_rows, blocks)
+            md.decode_rows = self.planner.moved(metadata.decode_rows, blocks)
         if metadata.verify is not None:
             blocks = md.state_indices_tensor_d[:, 0]
-            verify = self.planner.moved_verify(metadata.verify, blocks)
+            md.verify = self.planner.moved_verify(metadata.verify, blocks)
         if metadata.prefill_rows is not None:
-            prefill_rows = move(metadata.prefill_rows, md.state_indices_tensor_p)
-        return replace(md, decode_rows=decode_rows, prefill_rows=prefill_rows, verify=verify)
+            md.prefill_rows = move(metadata.prefill_rows, md.state_indices_tensor_p)
+        return md
 
 
 class SplitMamba2Backend(Mamba2AttentionBackend):
@@ -291,23 +287,22 @@ class SplitGDNBuilder(GDNAttentionMetadataBuilder):
     def update_block_table(
         self, metadata: SplitGDNMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> SplitGDNMetadata:
-        md = super().update_block_table(metadata, blk_table, slot_mapping)
-        decode_rows = prefill_rows = verify = None
+        md = super().update_block_table(metadata, blk_table, slot_mapping)  # a copy
         if metadata.decode_rows is not None:
             count = metadata.decode_rows.slots.shape[0]
             blocks = md.non_spec_state_indices_tensor[:count]
-            decode_rows = self.planner.moved(metadata.decode_rows, blocks)
+            md.decode_rows = self.planner.moved(metadata.decode_rows, blocks)
         if metadata.verify is not None:
             count = metadata.verify.rows.slots.shape[0]
             spec = metadata.spec_sequence_masks_cpu is not None
             blocks = (
                 md.spec_state_indices_tensor[:, 0] if spec else md.non_spec_state_indices_tensor
             )
-            verify = self.planner.moved_verify(metadata.verify, blocks[:count])
+            md.verify = self.planner.moved_verify(metadata.verify, blocks[:count])
         if metadata.prefill_rows is not None:
             count = metadata.prefill_rows.slots.shape[0]
-            prefill_rows = move(metadata.prefill_rows, md.prefill_state_indices[:count])
-        return replace(md, decode_rows=decode_rows, prefill_rows=prefill_rows, verify=verify)
+            md.prefill_rows = move(metadata.prefill_rows, md.prefill_state_indices[:count])
+        return md
 
 
 class SplitGDNBackend(GDNAttentionBackend):

@@ -101,7 +101,11 @@ def _without_placeholder_drafts(original: Callable) -> Callable:
     @functools.wraps(original)
     def update(self: Any, scheduler_output: Any) -> None:
         if scheduler_output.scheduled_spec_decode_tokens:
-            if parse(self.vllm_config.additional_config) is not None:
+            asked = getattr(self, MARK, None)
+            if asked is None:
+                asked = parse(self.vllm_config.additional_config) is not None
+                setattr(self, MARK, asked)
+            if asked:
                 drop_placeholder_drafts(scheduler_output, self.requests)
         original(self, scheduler_output)
 

@@ -59,19 +59,26 @@ class Rehearsal:
             self.run()
 
     def run(self) -> None:
-        """Compile; says how many kernels and how long, if it took more than a second."""
+        """Compile; says how many kernels and how long, if it took more than a second.
+
+        A failure is only logged: the launch that needs the kernel raises it, if there is one.
+        """
         from ...kernels.common.ahead import can_compile_ahead, compile_ahead
 
         if not can_compile_ahead():
             return
-        with torch.inference_mode(), compile_ahead() as found:
-            for layer in self.layers:
-                for rows in batches(layer.geometry.kind, layer.max_rows):
-                    layer.rehearse(rows)
+        try:
+            with torch.inference_mode(), compile_ahead() as found:
+                for layer in self.layers:
+                    for rows in batches(layer.geometry.kind, layer.max_rows):
+                        layer.rehearse(rows)
+        except Exception as error:
+            self.log(f"replayssm_quant: kernels are compiled one by one, since {error!r:.300}")
+            return
         if found.seconds > 1:
             self.log(
                 f"replayssm_quant: compiled {found.kernels} kernels in {found.seconds:.0f} s "
                 f"({found.threads} threads)"
             )
-        for error in found.errors:
-            self.log(f"replayssm_quant: a kernel did not compile: {error[:300]}")
+        for problem in found.errors:
+            self.log(f"replayssm_quant: a kernel did not compile: {problem[:300]}")
