@@ -95,7 +95,7 @@ def _matrix_asm(elem):
                     out.append("xor.b32 y, x, 0x88888888;")
                     out.append(f"prmt.b32 z, {right(18)}, {right(19)}, x;")
                     out.append(f"prmt.b32 y, {right(20)}, {right(21)}, y;")
-                    out.append(f"or.b32 a{at}, z, y;")
+                    out.append(f"add.u32 a{at}, z, y;")  # no bit of both is set
                     if at == row:
                         out.append("shr.u32 x, x, 16;")
             for digit, name in enumerate("hl"):
@@ -317,21 +317,26 @@ def fetch_block(
     row = base + (r % 8) * REP + r // 8
     ok = (row < limit)[:, None]
     HALVES: tl.constexpr = N // 128
-    at = row[:, None] * (16 * HALVES * WIDE) + tl.arange(0, 16)[None, :]
+    WORDS: tl.constexpr = 16 * HALVES * WIDE
+    # what depends on the lane first, then constants: those become offsets of the instructions
+    mine = (r % 8)[:, None] * (REP * WORDS) + tl.arange(0, 16)[None, :]
+    behind = (r // 8)[:, None] * WORDS
+    code = code + base * WORDS
     codes = ()
     for h in tl.static_range(HALVES * WIDE):
         if APART:  # of three axes, lest Triton share it out as other loads of the same size
-            word = tl.expand_dims(at + 16 * h, 0)
-            word = tl.load(code + word, mask=tl.expand_dims(ok, 0), other=0)
+            word = code + tl.expand_dims(mine, 0) + tl.expand_dims(behind + 16 * h, 0)
+            word = tl.load(word, mask=tl.expand_dims(ok, 0), other=0)
             codes = codes + (tl.reshape(word, [ROWS, 16]),)
         else:
-            codes = codes + (tl.load(code + at + 16 * h, mask=ok, other=0),)
+            codes = codes + (tl.load(code + mine + (behind + 16 * h), mask=ok, other=0),)
     lane = tl.arange(0, 32)
     first = base + (lane // 4) * REP
     if ELEM == "e2m1" or ELEM == "int4":
         q = tl.multiple_of(tl.arange(0, 4), 1)[None, :]  # keeps the loads narrow: a pair a lane
         own = tl.int16 if HALVES == 1 else tl.int32
-        pair = scale.to(tl.pointer_type(own)) + row[:, None] * 4 + q
+        pair = scale.to(tl.pointer_type(own)) + base * 4
+        pair = pair + ((r % 8)[:, None] * (REP * 4) + q) + (r // 8)[:, None] * 4
         tiles = tile + (first // R) * TILES + (first % R) // 16
         scales = (
             tl.load(pair, mask=ok & (q >= 0), other=0),
@@ -341,10 +346,9 @@ def fetch_block(
         scales = (_load_own(scale, first, first * 0 + limit, REP).to(tl.float32),)
     window = ()
     for t in tl.static_range(LP // 4):
-        token = t * 4 + lane % 4
-        behind = token * STEP
-        last = tl.where(token < valid, limit + behind, 0)
-        x = _load_own(ring, first + behind, last, REP)
+        behind = lane % 4 * STEP
+        last = tl.where(t * 4 + lane % 4 < valid, limit + behind, 0)
+        x = _load_own(ring + t * (4 * STEP), first + behind, last, REP)
         window = window + (x,)
     return codes, scales, window
 

@@ -119,8 +119,8 @@ def emulate(text: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]
             regs[args[0]] = v[0] ^ v[1]
         elif name == "and.b32":
             regs[args[0]] = v[0] & v[1]
-        elif name == "or.b32":
-            regs[args[0]] = v[0] | v[1]
+        elif name == "add.u32":
+            regs[args[0]] = v[0] + v[1]
         elif name == "shr.u32":
             regs[args[0]] = v[0] >> v[1]
         elif name == "prmt.b32":
