@@ -77,6 +77,40 @@ def _weighted_values(w, v):
         return tl.dot(high, v, tl.dot(low, v))
 
 
+@triton.constexpr_function
+def _invert_asm(lp):
+    """Column $2 of (I - A)^-1, A strictly lower triangular at $1, the inverse behind it; fp32."""
+    text = "{ .reg .f32 a<4>; .reg .pred q; .reg .b64 p; mul.wide.s32 p, $2, 4; add.s64 p, p, $1; "
+    text += f".reg .f32 x<{lp}>; mov.b32 $0, 0; "
+    for r in range(lp):  # from the rows above
+        text += f"setp.eq.s32 q, $2, {r}; selp.f32 x{r}, 0f3F800000, 0f00000000, q; "
+        for start in range(0, r, 4):
+            at = 4 * (r * lp + start)
+            text += f"ld.global.v4.f32 {{a0, a1, a2, a3}}, [$1+{at}]; "
+            for c in range(start, min(start + 4, r)):
+                text += f"fma.rn.f32 x{r}, a{c - start}, x{c}, x{r}; "
+        text += f"st.global.f32 [p+{4 * (lp * lp + r * lp)}], x{r}; "
+    return text + "}"
+
+
+@triton.jit
+def _invert(base, token, LP: tl.constexpr):
+    """(I - A)^-1 of the strictly lower triangular A [LP, LP] at base, to base + LP LP, fp32."""
+    if PTX:
+        ASM: tl.constexpr = _invert_asm(LP)
+        tl.inline_asm_elementwise(
+            ASM, "=r,l,r", [base.to(tl.int64), token], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        rows = ()
+        for r in tl.static_range(LP):
+            row = tl.where(token == r, 1.0, 0.0)
+            for c in tl.static_range(r):
+                row = tl.fma(tl.load(base + (r * LP + c) + token * 0), rows[c], row)
+            rows = rows + (row,)
+            tl.store(base + LP * LP + r * LP + token, row)
+
+
 @triton.jit
 def window_head(
     k, rk, g_now, beta_now, v_now, valid, sign_ptr,
@@ -132,14 +166,7 @@ def window_head(
     system = tl.where(i > j, -gram * tl.exp(gap) * beta[:, None], 0.0)
     tl.store(base + i * LP + j, system)
     tl.debug_barrier()  # other lanes read what this program has just written
-    rows = ()
-    for r in tl.static_range(LP):  # of the inverse, from the rows above
-        row = tl.where(token == r, 1.0, 0.0)
-        for c in tl.static_range(r):
-            row = tl.fma(tl.load(base + (r * LP + c) + token * 0), rows[c], row)
-        rows = rows + (row,)
-    for r in tl.static_range(LP):
-        tl.store(base + LP * LP + r * LP + token, rows[r])
+    _invert(base, token, LP)
     tl.debug_barrier()
     inverse = tl.load(base + LP * LP + i * LP + j)
     since = tl.exp((end - cum).to(tl.float32))

@@ -15,7 +15,6 @@ pytest.importorskip("triton")
 
 from replayssm_quant.config import StateConfig
 from replayssm_quant.kernels.bench.registry import OPS, Problem
-from replayssm_quant.kernels.bench.run import gate_step
 from replayssm_quant.kernels.bench.tune import kernels_of, launcher
 from replayssm_quant.state.geometry import LayerGeometry
 
@@ -35,7 +34,10 @@ CHANGES = {
     "gdn": (
         {"rows": 32, "blocks": 2},
         {"rows": 32, "blocks": 2, "ahead": 1},
+        {"own": 1, "rows": 32},
+        {"own": 1, "rows": 64, "registers": 112},
         {"beside": 1, "flush": 3},
+        {"near": 1},
         {"flush_registers": 255},
         {"single": 1, "rows": 16},
         {"single": 1, "rows": 64},
@@ -66,8 +68,6 @@ def check(kind: str, config: StateConfig, large: bool, changes) -> None:
     default = dataclasses.replace(module.launch_for(config, 256), beside=0)
     before = made.pages.clone()
     want, pages = None, None
-    if large and kind == "gdn":  # rounds some sums otherwise on a GPU: see the test below
-        changes = [change for change in changes if "single" not in change]
     for change in ({}, *changes):
         made.pages.copy_(before)
         got = launcher(module, made, dataclasses.replace(default, **change))(made.taken)
@@ -95,20 +95,6 @@ def test_launches_change_no_bit_on_a_gpu(kind: str, formats: tuple[str, str | No
     rotate = formats[0].startswith("P")
     config = StateConfig.from_flags(*formats, buffer_len=16, rotate=rotate)
     check(kind, config, True, CHANGES[kind])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("formats", [("fp16", "nvfp4"), ("P8+4", None)])
-@pytest.mark.parametrize("rows", [16, 32])
-def test_one_launch_of_gdn_agrees_with_float64(rows: int, formats: tuple[str, str | None]) -> None:
-    """It is right, within the benchmark's bounds, though its bytes are not the other launches'."""
-    config = StateConfig.from_flags(*formats, buffer_len=16, rotate=formats[0].startswith("P"))
-    made = problem("gdn", config, True)
-    made.taken.rows.slots[1] = made.slots[0][1]  # no padding: the gate compares whole batches
-    module = kernels_of("gdn")
-    launch = dataclasses.replace(module.launch_for(config, 1), single=1, rows=rows)
-    made.run = lambda s, impl=None: launcher(module, made, launch)(s)  # type: ignore[method-assign]
-    gate_step(made, made.taken, samples=made.batch)
 
 
 @pytest.mark.parametrize("kind", CHANGES)
