@@ -65,6 +65,15 @@ def prepare_heads(
     dt = ()
     for j in tl.static_range(LP):
         dt = dt + (tl.load(ring_dt_ptr + j * H + head, mask=head_ok & (j < valid), other=0.0),)
+    # C first, while the window is on its way
+    turned = C
+    if ROTATE:
+        turned = rotate_rows(C, sign_ptr, 1, N, NP, True)
+    top = tl.max(tl.max(tl.abs(turned), 1), 0)
+    tl.store(top_ptr, top)
+    one = tl.zeros([1, 1], tl.int32)
+    inverse = 1.0 / tl.where(top > 0, top, 1.0)
+    store_vector(c_ptr + one, turned, inverse, one == 0, N, NP, OUTPUT, MATRIX)
     if HAS_BIAS:
         dt_now += bias
     if SOFTPLUS:
@@ -79,20 +88,16 @@ def prepare_heads(
     out = weight_ptr + head * (LP + 2)
     tl.store(out + LP + 1, weight_now, mask=head_ok)
     tl.debug_barrier()  # other lanes read what this program has just written
+    dots = ()
+    for j in tl.static_range(LP):
+        dots = dots + (tl.load(dot_ptr + j),)
     # decays are sums of what comes after a token, none a difference: no exponent is positive
     after = dt_now * A
     for i in tl.static_range(LP):
-        weight = tl.exp(after) * dt[LP - 1 - i] * tl.load(dot_ptr + LP - 1 - i)
+        weight = tl.exp(after) * dt[LP - 1 - i] * dots[LP - 1 - i]
         tl.store(out + LP - 1 - i, weight, mask=head_ok & (LP - 1 - i < valid))
         after += dt[LP - 1 - i] * A
     tl.store(out + LP, tl.exp(after), mask=head_ok)
-    if ROTATE:
-        C = rotate_rows(C, sign_ptr, 1, N, NP, True)
-    top = tl.max(tl.max(tl.abs(C), 1), 0)
-    tl.store(top_ptr, top)
-    one = tl.zeros([1, 1], tl.int32)
-    inverse = 1.0 / tl.where(top > 0, top, 1.0)
-    store_vector(c_ptr + one, C, inverse, one == 0, N, NP, OUTPUT, MATRIX)
 
 
 @triton.jit
