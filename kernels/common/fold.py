@@ -246,13 +246,15 @@ def bf16_terms(x, TERMS: tl.constexpr):
 
 
 @triton.jit
-def rotate_window(x, rotation_ptr, NP: tl.constexpr, COLUMNS: tl.constexpr):
-    """x [M, NP] (activations, M >= 16) times columns of the ``rotation_table``: fp32 [M, COLUMNS].
-
-    rotation_ptr points at the first of the columns.
-    """
+def load_rotation(rotation_ptr, NP: tl.constexpr, COLUMNS: tl.constexpr):
+    """COLUMNS columns of the ``rotation_table``, of which rotation_ptr points at the first."""
     row, column = tl.arange(0, NP)[:, None], tl.arange(0, COLUMNS)[None, :]
-    table = tl.load(rotation_ptr + row * NP + column)
+    return tl.load(rotation_ptr + row * NP + column)
+
+
+@triton.jit
+def rotate_window(x, table):
+    """x [M, NP] (activations, M >= 16) times columns of ``load_rotation``: fp32 [M, COLUMNS]."""
     if not PTX:
         return tl.dot(x.to(tl.float32), table.to(tl.float32), input_precision="ieee")
     elif x.dtype == table.dtype:

@@ -26,6 +26,7 @@ from ..common.fold import (
     in_fragments,
     left_operands,
     list_flushes,
+    load_rotation,
     prefetch,
     rotate_window,
     rotation_table,
@@ -59,6 +60,16 @@ def window_rows(
     window is the ring's alone: no token of the step, and no vector.
     """
     token, n = tl.arange(0, LP), tl.arange(0, NP)
+    # every load before the first use: the group's B and C are on their way during the sums of dt
+    ring_B = ring_B_ptr + slot * ring_B_stride + i_g * N
+    inside = (n < N)[None, :]
+    B = tl.load(
+        ring_B + token[:, None] * (G * N) + n[None, :],
+        mask=(token < valid)[:, None] & inside, other=0.0,
+    )  # fmt: skip
+    if NEW:
+        B_now = tl.load(B_ptr + i_b * B_stride + i_g * N + n, mask=n < N, other=0.0)
+        C = tl.load(C_ptr + i_b * C_stride + i_g * N + n, mask=n < N, other=0.0)
     # each head's dt, decays and weights: exp(a - a_j) dt_j, and exp(a) of the whole window
     head = tl.arange(0, PERP)
     head_ok = head < PER
@@ -84,30 +95,21 @@ def window_rows(
     at = head[:, None] * LP + token[None, :]
     tl.store(weight_ptr + at, weight, mask=head_ok[:, None])
     tl.store(decay_ptr + head, tl.exp(tl.sum(decay.to(tl.float64), 1).to(tl.float32)), mask=head_ok)
-    # the group's C and B
     if NEW:
-        C = tl.load(C_ptr + i_b * C_stride + i_g * N + n, mask=n < N, other=0.0)
         if not ROTATE:
             tl.store(vector_ptr + n, C.to(tl.float32), mask=n < N)
-    ring_B = ring_B_ptr + slot * ring_B_stride + i_g * N
-    inside = (n < N)[None, :]
-    B = tl.load(
-        ring_B + token[:, None] * (G * N) + n[None, :],
-        mask=(token < valid)[:, None] & inside, other=0.0,
-    )  # fmt: skip
-    if NEW:
-        B_now = tl.load(B_ptr + i_b * B_stride + i_g * N + n, mask=n < N, other=0.0).to(B.dtype)
-        B = tl.where((token == valid)[:, None], B_now[None, :], B)
+        B = tl.where((token == valid)[:, None], B_now.to(B.dtype)[None, :], B)
     if ROTATE:
         CHUNK: tl.constexpr = NP if NP < 64 else 64
         if NEW:
             C = tl.where((token == 0)[:, None], C[None, :], 0.0).to(C_ptr.dtype.element_ty)
         for start in range(0, NP, CHUNK):
             mine = start + tl.arange(0, CHUNK)
+            table = load_rotation(rotation_ptr + start, NP, CHUNK)
             if NEW:
-                turned = rotate_window(C, rotation_ptr + start, NP, CHUNK) * (BLOCK**-0.5)
+                turned = rotate_window(C, table) * (BLOCK**-0.5)
                 tl.store(vector_ptr + mine, tl.sum(turned, 0), mask=mine < N)
-            part = rotate_window(B, rotation_ptr + start, NP, CHUNK) * (BLOCK**-0.5)
+            part = rotate_window(B, table) * (BLOCK**-0.5)
             store_terms(window_ptr, part, mine, N, WP, LP, TERMS, WARPS)
     else:
         store_terms(window_ptr, B.to(tl.float32), n, N, WP, LP, TERMS, WARPS)

@@ -17,7 +17,7 @@ from ...formats.rotation import block_of
 from ...state.cache import StepRows, VerifyRows
 from ...state.layout import StateViews
 from ..common.activation import softplus
-from ..common.fold import rotate_window, rotation_table
+from ..common.fold import load_rotation, rotate_window, rotation_table
 from ..common.hadamard import rotate_rows
 from ..common.launch import (
     dependents_may_start,
@@ -230,7 +230,7 @@ def verify_prepare_kernel(
             mask=(token < count)[:, None] & n_ok, other=0.0,
         )  # fmt: skip
         if ROTATE:
-            C = rotate_window(C, rotation_ptr, NP, NP) * (BLOCK**-0.5)
+            C = rotate_window(C, load_rotation(rotation_ptr, NP, NP)) * (BLOCK**-0.5)
         top = store_vectors(c_ptr + group * (N * TOKENS), C.to(tl.float32), OUTPUT, N, NP)
         tl.store(top_ptr + group * TOKENS + token, top, mask=token < TOKENS)
 
