@@ -55,8 +55,7 @@ class LaunchConfig:
 
     single: 1 to do all of that in one launch whose programs serve ``rows`` rows of a head each,
     whether they read or flush, and prepare for themselves; of the others only dot_from counts then.
-    No table takes it yet: an H200 stored other bytes than the separate launches at commit e223934,
-    and no state may depend on the batch; what is corrected since was not rerun there, nor timed.
+    It stores the same bytes (seen on an H200, commit d0d926b).
     """
 
     rows: int
@@ -76,21 +75,23 @@ class LaunchConfig:
 WINDOW_PROGRAMS = 8
 """Programs that prepare flushes, for each multiprocessor."""
 
+_FEW = {"flush_registers": 168}
+_MANY = {"flush": 12, "flush_registers": 168, "beside": 1}
 LAUNCH: dict[int, tuple[tuple[int, LaunchConfig], ...]] = {
-    4: ((1, LaunchConfig(64)), (32, LaunchConfig(32, 2, ahead=1, flush=12, beside=1))),
+    4: ((1, LaunchConfig(64, **_FEW)), (32, LaunchConfig(64, **_MANY))),
     8: (
-        (1, LaunchConfig(64, warps=2)),
-        (32, LaunchConfig(32, 2, ahead=1, warps=2, flush=12, beside=1)),
+        (1, LaunchConfig(64, warps=2, **_FEW)),
+        (32, LaunchConfig(32, 2, ahead=1, warps=2, registers=80, **(_MANY | {"flush": 8}))),
     ),
-    16: ((1, LaunchConfig(64, warps=4)), (32, LaunchConfig(64, warps=4, flush=12, beside=1))),
-    32: ((1, LaunchConfig(64, warps=4)), (32, LaunchConfig(64, warps=4, flush=12, beside=1))),
+    16: ((1, LaunchConfig(64, warps=4, **_FEW)), (32, LaunchConfig(64, warps=4, **_MANY))),
+    32: ((1, LaunchConfig(64, warps=4, **_FEW)), (32, LaunchConfig(64, warps=4, **_MANY))),
 }
 """Bits of the readout's codes -> (smallest batch, launch configuration), ascending.
 
-4 and 8 bits from batch 32 on: the fastest of twelve in the mix at batch 256 for nvfp4 + fp16 and
-P8+4 (NVIDIA H200, triton 3.6.0, 32 heads of 128 x 128, commit 5593cff; beside 103 and 107 us, after
-the reads 106 and 112 us). Below: the fastest reads at batch 1, P8+4, same GPU and geometry. 16 and
-32 bits are not tuned. None takes ``single``, see ``LaunchConfig``.
+4 and 8 bits from batch 32 on: the fastest of ten to fourteen in the mix at batch 256 (NVIDIA H200,
+triton 3.6.0, 32 heads of 128 x 128, commit d0d926b): P4+8 73 us (88 with the flush after the
+reads), nvfp4 + fp16 75 (88), P8+4 78 (95), e4m3 77 (93). Below: the fastest reads at batch 1, P8+4,
+commit 5593cff. 16 and 32 bits are not tuned.
 """
 
 
