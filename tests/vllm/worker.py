@@ -303,9 +303,10 @@ def signatures() -> dict[str, Any]:
         ours.append((requests.SplitModelState, [requests.SplitModelState]))
     except ImportError:
         pass
-    new = {"split", "make_page", "metadata", "heads", "before", "store", "reserve"}
+    new = {"split", "make_page", "metadata", "heads", "before", "store", "reserve", "rehearse"}
     private = {"_prefill", "_decode", "_heads", "_seed", "_batch_keys", "_verify"}
-    private |= {"_convolve_drafts", "_forward_drafts", "_plan_verify"}
+    private |= {"_convolve_drafts", "_forward_drafts", "_plan_verify", "_projections"}
+    private |= {"_step", "_verify_step"}
     problems, checked = [], 0
     for cls, sources in ours:
         base = cls.__mro__[cls.__mro__.index(sources[-1]) + 1 :]
