@@ -417,6 +417,9 @@ def child(job: Mapping[str, Any], row_of: Callable[..., dict[str, Any]] = measur
             host.move_to(others)
         found["rows"].append(row)
         _write(Path(job["out"]), json.dumps(found))
+    if model_runner(llm) is not None:  # all of vLLM is in this process: no need to take it apart
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def engine_arguments(model: Path, arm: Mapping[str, Any], args: argparse.Namespace) -> dict:
@@ -533,10 +536,12 @@ class Engine:
 
     def wait_ready(self, deadline: float) -> bool:
         """True once the engine is up; False if it died or time is up."""
-        while time.perf_counter() < deadline and self.process.poll() is None:
+        while self.process.poll() is None:
             if "READY" in self.log.read_text(errors="replace"):
                 self.start_s = self.start_s or time.perf_counter() - self.started
                 return True
+            if time.perf_counter() >= deadline:
+                break
             time.sleep(0.3)
         return False
 
@@ -647,6 +652,7 @@ def run(
     origin = {k: v for k, v in origin.items() if k not in ("gpu", "torch", "vllm")}
     done: list[dict[str, Any]] = []
     end = time.perf_counter() + args.seconds
+    turn = Path(args.after) if args.after else None
     with tempfile.TemporaryDirectory() as name:
         folder = Path(args.logs) if args.logs else Path(name)
         folder.mkdir(parents=True, exist_ok=True)
@@ -654,8 +660,11 @@ def run(
         for i in range(0, len(args.arms), args.parallel):
             wave = [kind(a, folder, args, tuned) for a in args.arms[i : i + args.parallel]]
             try:
+                ready = min(end, time.perf_counter() + args.start_seconds)
                 for engine in wave:
-                    engine.wait_ready(end)
+                    engine.wait_ready(ready)
+                while turn and not turn.exists() and time.perf_counter() < end:
+                    time.sleep(0.2)
                 for point in points_of(args):
                     with _alone(args.lock):
                         for engine in wave:
@@ -953,6 +962,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--parallel", type=int, default=1, help="engines that start together")
     add("--memory-share", type=float, default=0.05)
     add("--seconds", type=float, default=3600.0, help="for everything together")
+    add("--start-seconds", type=float, default=3600.0, help="for a wave of engines to come up")
+    add("--after", help="measure once this file is there")
     add("--engine", default="{}", help="more arguments of vllm.LLM, as JSON")
     add("--python", default=sys.executable, help="interpreter that has vLLM")
     add("--lock", help="a file to lock while measuring")

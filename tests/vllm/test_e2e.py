@@ -3,6 +3,7 @@
 import gzip
 import json
 import sys
+import threading
 from argparse import Namespace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -266,6 +267,29 @@ def test_what_ran_out_of_time_says_so(python: str, tmp_path: Path) -> None:
     assert e2e.main(args) == 1
     (row,) = json.loads(out.read_text())
     assert row["error"] == "ran out of time, starting"
+
+
+def test_a_wave_waits_for_its_turn(python: str, tmp_path: Path) -> None:
+    out, turn = tmp_path / "e2e.json", tmp_path / "turn"
+    args = ["--arms", "fp32", "--python", python, "--out", str(out), "--after", str(turn)]
+    timer = threading.Timer(1.5, turn.touch)
+    timer.start()
+    assert e2e.main(args) == 0 and turn.exists()
+    turn.unlink()
+    assert e2e.main([*args, "--seconds", "2"]) == 1
+    (row,) = json.loads(out.read_text())
+    assert row["error"] == "ran out of time, up"
+
+
+def test_a_slow_start_does_not_hold_up_the_others(python: str, tmp_path: Path) -> None:
+    slow = Path(python).read_text().replace("import json,", "import time, json,", 1)
+    slow = slow.replace('print("READY', 'time.sleep(60 * bool(options))\nprint("READY', 1)
+    Path(python).write_text(slow)
+    out = tmp_path / "e2e.json"
+    args = ["--arms", "P4+8,fp32", "--parallel", "2", "--python", python, "--out", str(out)]
+    assert e2e.main([*args, "--start-seconds", "3", "--batches", "8:9"]) == 0
+    late, plain = json.loads(out.read_text())
+    assert late["error"] == "ran out of time, starting" and plain["step_ms"] == 25.0
 
 
 def test_a_report_without_results_is_refused(tmp_path: Path) -> None:
