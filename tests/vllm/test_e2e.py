@@ -283,11 +283,11 @@ def test_a_wave_waits_for_its_turn(python: str, tmp_path: Path) -> None:
 
 def test_a_slow_start_does_not_hold_up_the_others(python: str, tmp_path: Path) -> None:
     slow = Path(python).read_text().replace("import json,", "import time, json,", 1)
-    slow = slow.replace('print("READY', 'time.sleep(60 * bool(options))\nprint("READY', 1)
+    slow = slow.replace('print("READY', 'time.sleep(6 * bool(options))\nprint("READY', 1)
     Path(python).write_text(slow)
     out = tmp_path / "e2e.json"
     args = ["--arms", "P4+8,fp32", "--parallel", "2", "--python", python, "--out", str(out)]
-    assert e2e.main([*args, "--start-seconds", "3", "--batches", "8:9"]) == 0
+    assert e2e.main([*args, "--start-seconds", "2", "--batches", "8:9"]) == 0
     late, plain = json.loads(out.read_text())
     assert late["error"] == "ran out of time, starting" and plain["step_ms"] == 25.0
 
