@@ -6,8 +6,15 @@ import pytest
 import torch
 
 from replayssm_quant.backends.vllm import rehearsal
-from replayssm_quant.backends.vllm.drafts import shapes
-from replayssm_quant.backends.vllm.rehearsal import Rehearsal, batches, empty_rows
+from replayssm_quant.backends.vllm.cursors import SlotCursors
+from replayssm_quant.backends.vllm.drafts import DraftCursors, shapes
+from replayssm_quant.backends.vllm.rehearsal import (
+    Rehearsal,
+    batches,
+    empty_rows,
+    rehearse_cursors,
+)
+from replayssm_quant.config import StateConfig
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "gdn"])
@@ -45,6 +52,18 @@ def test_steps_with_drafts_have_every_shape_that_a_layer_meets() -> None:
     assert mixed.rows.slots.shape == (2,)
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_cursors_are_planned_and_moved_with_keys_and_without(
+    drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+    owner, name = (DraftCursors, "verify") if drafts else (SlotCursors, "decode")
+    plan = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda self, *a: (seen.append(a[-1]), plan(self, *a)))
+    rehearse_cursors(StateConfig(), drafts, torch.device("cpu"))
+    assert [keys is None for keys in seen] == [True, False]
+
+
 def test_it_runs_once_all_layers_have_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     layers = [SimpleNamespace(name=n, views=SimpleNamespace()) for n in "ab"]
@@ -75,5 +94,7 @@ def test_a_failure_leaves_the_kernels_to_their_launches(monkeypatch: pytest.Monk
 
     said: list[str] = []
     layer = SimpleNamespace(geometry=SimpleNamespace(kind="gdn"), max_rows=4, rehearse=rehearse)
+    layer.config, layer.drafts = StateConfig(), 0
+    layer.views = SimpleNamespace(ckpt=torch.zeros(1))
     Rehearsal([layer], said.append).run()
     assert len(said) == 1 and "one by one" in said[0] and "no step of 1 rows" in said[0]

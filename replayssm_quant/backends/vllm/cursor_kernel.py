@@ -10,9 +10,10 @@ from ...state.cache import StepRows
 from .drafts import DraftCursors, Verify
 
 _BLOCK = 128
+_NUMBERS = ("block_stride", "count")  # any value of them is one kernel
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_NUMBERS)
 def _decode_rows_kernel(
     block_ptr, len_ptr, base_ptr, slot_key_ptr, request_key_ptr,
     slots_ptr, valid_ptr, flush_ptr, position_ptr, key_ptr,  # the rows
@@ -65,7 +66,7 @@ def decode_rows(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_NUMBERS)
 def _move_rows_kernel(
     block_ptr, from_valid_ptr, from_flush_ptr, from_position_ptr, from_key_ptr,
     slots_ptr, valid_ptr, flush_ptr, position_ptr, key_ptr,
@@ -95,7 +96,7 @@ def move_rows(rows: StepRows, blocks: torch.Tensor, out: StepRows) -> None:
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_NUMBERS)
 def _verify_rows_kernel(
     block_ptr, len_ptr, start_ptr,  # int [b], [b], [b + 1]
     folded_ptr, due_ptr, origin_ptr, slot_key_ptr, request_key_ptr,  # of slots; the last of rows
@@ -159,7 +160,7 @@ def verify_rows(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_NUMBERS)
 def _move_verify_kernel(
     block_ptr,
     from_slots_ptr, from_valid_ptr, from_flush_ptr, from_count_ptr, from_position_ptr, from_key_ptr,

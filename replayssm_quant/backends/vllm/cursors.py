@@ -63,10 +63,11 @@ class RowBuffers:
     """Control vectors of a step at fixed addresses, as captured CUDA graphs need them."""
 
     def __init__(self, rows: int, device: torch.device | str):
+        rows = -(-rows // 16) * 16  # every vector on 16 bytes, which kernels are compiled for
         sizes = {"slots": 8, "key": 8, "valid": 4, "position": 4, "flush": 1}
         dtypes = {8: torch.int64, 4: torch.int32, 1: torch.bool}
         self.memory = torch.zeros(rows * sum(sizes.values()), dtype=torch.uint8, device=device)
-        self.capacity, start = rows, 0
+        start = 0
         self.vectors: dict[str, torch.Tensor] = {}
         for name, size in sizes.items():
             stop = start + rows * size
@@ -140,11 +141,12 @@ class SlotCursors:
         must fold in; it means nothing for a row without earlier tokens.
         """
         blocks = blocks.long()
-        computed = seq_lens - query_lens
-        key, valid, _ = self._plan(blocks, computed - self.base[blocks], keys)
-        self.base[blocks] = seq_lens.to(torch.int32)
+        # copies, whose addresses do not depend on where in the batch the rows are
+        lens, keys = seq_lens.to(torch.int32, copy=True), None if keys is None else keys.clone()
+        key, valid, _ = self._plan(blocks, lens - query_lens - self.base[blocks], keys)
+        self.base[blocks] = lens
         flush = torch.ones_like(blocks, dtype=torch.bool)
-        return StepRows(blocks, valid, flush, seq_lens.to(torch.int32), key)
+        return StepRows(blocks, valid, flush, lens, key)
 
 
 def move(rows: StepRows, blocks: torch.Tensor, out: StepRows | None = None) -> StepRows:

@@ -72,7 +72,6 @@ class VerifyBuffers:
         def zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(count, dtype=dtype, device=device)
 
-        self.capacity = rows
         self.vectors = {name: zeros(rows, torch.int64) for name in ("slots", "key", "fold_slots")}
         for name in ("valid", "count", "position"):
             self.vectors[name] = zeros(rows, torch.int32)
@@ -181,11 +180,12 @@ class DraftCursors:
         ``valid`` counts the ring inputs that an earlier part of the request left, which the prefill
         must fold in; both mean nothing for a row without earlier tokens.
         """
-        blocks, lens = blocks.long(), seq_lens.to(torch.int32)
+        # copies, whose addresses do not depend on where in the batch the rows are
+        blocks, lens = blocks.long(), seq_lens.to(torch.int32, copy=True)
         computed = lens - query_lens.to(torch.int32)
         valid = (computed - self.folded[blocks]).clamp(0, self.capacity)
         roll = (computed - self.origin[blocks]).clamp(0, self.drafts)
-        key = self.key[blocks] if keys is None else keys
+        key = self.key[blocks] if keys is None else keys.clone()
         self.folded[blocks] = lens
         self.origin[blocks] = lens
         self.due[blocks] = lens + self._first_due(key)

@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 
+from ...config import StateConfig
 from ...state.cache import StepRows
+from .cursors import SlotCursors, move
+from .drafts import DraftCursors, move_verify, shapes
 
 
 def batches(kind: str, most: int) -> list[int]:
@@ -40,6 +43,22 @@ def empty_rows(count: int, device: torch.device) -> StepRows:
     return StepRows(
         slots, zeros(torch.int32), zeros(torch.bool), zeros(torch.int32), zeros(torch.int64)
     )
+
+
+def rehearse_cursors(config: StateConfig, drafts: int, device: torch.device) -> None:
+    """Launch what the metadata builders launch, with the requests' keys (V2) and without (V1)."""
+    size = (2, config.buffer_len)
+    how = {"stagger": config.stagger, "seed": config.seed, "device": device}
+    blocks, lens, starts = (torch.zeros(n, dtype=torch.int32, device=device) for n in (1, 1, 2))
+    for keys in (None, torch.zeros(1, dtype=torch.int64, device=device)):
+        if drafts:
+            step, other, _ = shapes(1, drafts, device)
+            DraftCursors(*size, drafts, **how).verify(step, blocks, lens, starts, keys)
+            move_verify(step, blocks, other)
+        else:
+            rows = empty_rows(1, device)
+            SlotCursors(*size, **how).decode(rows, blocks, lens, keys)
+            move(rows, blocks, empty_rows(1, device))
 
 
 class Rehearsal:
@@ -69,6 +88,8 @@ class Rehearsal:
             return
         try:
             with torch.inference_mode(), compile_ahead() as found:
+                first = self.layers[0]
+                rehearse_cursors(first.config, first.drafts, first.views.ckpt.device)
                 for layer in self.layers:
                     for rows in batches(layer.geometry.kind, layer.max_rows):
                         layer.rehearse(rows)
