@@ -11,10 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.fold import prefetch
-from ..common.launch import prefetch_run, wait_for_previous
+from ..common.launch import wait_for_previous
 from ..common.matrix import block_dot, fetch_block, load_operand, load_weights
 from ..common.readout import copy_dot, load_stored
+from .prepare import ask_later
 
 
 @triton.jit
@@ -89,32 +89,6 @@ def answer_block(
     tl.store(out, y.to(y_ptr.dtype.element_ty), mask=row_ok)
 
 
-@triton.jit
-def ask_later(
-    unit, slot, valid, copy_ptr, copy_scale_ptr, copy_tile_ptr, ring_x_ptr,
-    copy_stride, copy_scale_stride, copy_tile_stride, ring_x_stride,
-    H: tl.constexpr, R: tl.constexpr, LP: tl.constexpr, HEADS: tl.constexpr,
-    COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
-    OUTPUT: tl.constexpr, BULK: tl.constexpr,
-):  # fmt: skip
-    """Ask for what a unit of ``readout_kernel`` will load, into the L2."""
-    first = unit % (H // HEADS) * HEADS
-    code = copy_ptr + slot * copy_stride + first * COPY_HEAD
-    prefetch_run(code, HEADS * COPY_HEAD * 4, BULK)
-    if OUTPUT[3] != "none":
-        scale = copy_scale_ptr + slot * copy_scale_stride + first * COPY_SCALE_HEAD
-        SIZE: tl.constexpr = copy_scale_ptr.dtype.element_ty.primitive_bitwidth // 8
-        prefetch_run(scale, HEADS * COPY_SCALE_HEAD * SIZE, BULK)
-    if OUTPUT[3] == "block" and OUTPUT[5] == "e4m3":
-        tile = copy_tile_ptr + slot * copy_tile_stride + first * TILES
-        prefetch_run(tile, HEADS * TILES * 4, False)
-    token = tl.minimum(tl.arange(0, LP), tl.maximum(valid - 1, 0))
-    x = ring_x_ptr + slot * ring_x_stride + first * R + token * (H * R)
-    STEP: tl.constexpr = 512 // ring_x_ptr.dtype.element_ty.primitive_bitwidth  # 64 bytes
-    for k in tl.static_range((HEADS * R + STEP - 1) // STEP):
-        prefetch(x + k * STEP)
-
-
 @triton.jit(do_not_specialize=("reach",))
 def readout_kernel(
     # inputs, [b, ...] with a row stride each, contiguous within a row
@@ -137,8 +111,9 @@ def readout_kernel(
 
     ROWS rows at a time, counted through the heads; AHEAD (matrix units only): those of the next
     block are loaded while one is worked on. REACHES: it asks for what the unit ``reach`` further on
-    will load. D_ROWS: D is absent, or with the weights (0, 1), or [H, P] (2). EARLY: the launch
-    before may still be running.
+    will load (1: line by line, 2: in bulk); ``prepare_kernel`` does for the first ones. D_ROWS: D
+    is absent, or with the weights (0, 1), or [H, P] (2). EARLY: the launch before may still be
+    running.
     """
     unit = tl.program_id(0)
     PARTS: tl.constexpr = H // G // HEADS
@@ -178,12 +153,6 @@ def readout_kernel(
         row = tl.arange(0, ROWS)
         x = tl.load(x_ptr + inputs + row, mask=row < LIMIT, other=0.0)
         if REACHES > 0:
-            if unit < reach:  # nobody asked for its own
-                ask_later(
-                    unit, slot, valid, copy_ptr, copy_scale_ptr, copy_tile_ptr, ring_x_ptr,
-                    copy_stride, copy_scale_stride, copy_tile_stride, ring_x_stride,
-                    H, R, LP, HEADS, COPY_HEAD, COPY_SCALE_HEAD, TILES, OUTPUT, REACHES == 2,
-                )  # fmt: skip
             if reads_later:
                 ask_later(
                     later, slot_later, valid_later,

@@ -236,12 +236,19 @@ def _run(
     if launch.beside:
         with beside(device):
             fold()
+    count = divisor_up_to(per_group, launch.heads)
+    reach = (launch.reach << 10) // max(1, count * p * n * config.readout.bits // 8)
+    names = ("copy", "copy_scale", "copy_tile")
     reading = {
         "weight_ptr": torch.empty(batch, heads, lp + 2, device=device),
         "c_ptr": torch.empty(batch, groups, n, dtype=torch.int32, device=device),
         "top_ptr": torch.empty(batch, groups, device=device),
         "slot_ptr": rows.slots, "valid_ptr": rows.valid, "flush_ptr": rows.flush,
-        "H": heads, "G": groups, "N": n, "LP": lp, "OUTPUT": sizes["OUTPUT"], "EARLY": start,
+        "ring_x_ptr": ring_x, "ring_x_stride": ring_x.stride(0), "EARLY": start,
+        "H": heads, "G": groups, "R": p, "N": n, "LP": lp, "OUTPUT": sizes["OUTPUT"],
+        "REACHES": 1 + (launch.bulk and start) if reach else 0,
+        **{name + end: planes[name + end] for name in names for end in ("_ptr", "_stride")},
+        **{s: sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES")},
     }  # fmt: skip
     prepare_kernel[(groups, batch)](
         dt, B, C, A, A if D is None else D, A if dt_bias is None else dt_bias,
@@ -250,25 +257,20 @@ def _run(
         dot_ptr=torch.empty(batch, groups, lp, device=device),
         dt_stride=dt.stride(0), B_stride=B.stride(0), C_stride=C.stride(0),
         ring_dt_stride=ring_dt.stride(0), ring_B_stride=ring_B.stride(0),
+        reach=triton.cdiv(reach * count, per_group),
         NP=padded, PER=per_group, PERP=triton.next_power_of_2(per_group),
         MATRIX=matrix, ROTATE=config.rotate, SOFTPLUS=dt_softplus, HAS_BIAS=dt_bias is not None,
         HAS_D=D is not None and D.ndim == 1, num_warps=1, **reading,
     )  # fmt: skip
-    count = divisor_up_to(per_group, launch.heads)
-    reach = (launch.reach << 10) // max(1, count * p * n * config.readout.bits // 8)
-    names = ("copy", "copy_scale", "copy_tile")
-    copy = {name + end: planes[name + end] for name in names for end in ("_ptr", "_stride")}
     readout_kernel[(batch * heads // count,)](
-        x, x if z is None else z, y, A if D is None else D, ring_x_ptr=ring_x,
+        x, x if z is None else z, y, A if D is None else D,
         x_stride=x.stride(0), z_stride=0 if z is None else z.stride(0), y_stride=y.stride(0),
-        ring_x_stride=ring_x.stride(0), R=p, WP=wp, HEADS=count,
+        reach=reach, WP=wp, HEADS=count,
         ROWS=block_rows(launch.rows, n, ring_x.dtype, config.readout) if matrix else launch.rows,
-        AHEAD=bool(launch.ahead) and matrix, MATRIX=matrix, reach=reach,
-        REACHES=0 if not reach else 1 + (launch.bulk and start),
+        AHEAD=bool(launch.ahead) and matrix, MATRIX=matrix,
         D_ROWS=0 if D is None else D.ndim, HAS_Z=z is not None,
-        num_warps=1 if matrix else launch.warps, **copy, **reading, **early(start),
+        num_warps=1 if matrix else launch.warps, **reading, **early(start),
         **register_limit(launch.registers),
-        **{s: sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES")},
     )  # fmt: skip
     if launch.beside:
         rejoin(device)
