@@ -787,10 +787,10 @@ def _kind_of_kernel(name: str) -> str:
 
 
 KERNEL_KINDS = (
-    ("read", ("readout_kernel", "step_kernel")),
+    ("read", ("readout_kernel", "step_kernel", "read_kernel", "verify_kernel", "verify_matrix")),
     ("flush", ("flush_kernel", "window_kernel")),
-    ("prepare", ("prepare_kernel",)),
-    ("cursors", ("cursor", "advance")),
+    ("prepare", ("prepare_kernel", "keys_kernel")),
+    ("cursors", ("decode_rows", "move_rows", "verify_rows", "move_verify")),
     ("native state", ("selective_scan", "selective_state", "gated_delta", "replay")),
     ("convolution", ("causal_conv",)),
     ("attention", ("attention", "flash", "reshape_and_cache")),
