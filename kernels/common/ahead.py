@@ -8,11 +8,13 @@ hold no Python lock, so threads compile side by side.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 OURS = __name__.split(".")[0] + "."
@@ -42,6 +44,29 @@ def can_compile_ahead() -> bool:
     except ImportError:
         return False
     return True
+
+
+@contextlib.contextmanager
+def first_alone(name: str) -> Iterator[bool]:
+    """Let one process compile for all that need the same, as ranks of one engine do.
+
+    Of the processes that share Triton's cache and come with the same name, the first goes on (True)
+    and the others wait until it is through, to find its kernels there. Nobody waits where files
+    cannot be locked.
+    """
+    from triton import knobs
+
+    path, alone = Path(knobs.cache.dir) / f"replayssm_quant-{name}.lock", False
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(path.open("w"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                alone = True
+            except BlockingIOError:
+                fcntl.flock(file, fcntl.LOCK_SH)
+        yield alone
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ nothing (``SplitLayer.rehearse``) where launches are compiled and not run. No vL
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -77,17 +78,22 @@ class Rehearsal:
         if self.layers[0].views.ckpt.is_cuda:
             self.run()
 
+    def _name(self) -> str:
+        """One for all ranks whose layers are of the same kinds."""
+        kinds = {(str(x.geometry), str(x.config), x.drafts, x.max_rows) for x in self.layers}
+        return hashlib.sha256(repr(sorted(kinds)).encode()).hexdigest()[:16]
+
     def run(self) -> None:
         """Compile; says how many kernels and how long, if it took more than a second.
 
         A failure is only logged: the launch that needs the kernel raises it, if there is one.
         """
-        from ...kernels.common.ahead import can_compile_ahead, compile_ahead
+        from ...kernels.common.ahead import can_compile_ahead, compile_ahead, first_alone
 
         if not can_compile_ahead():
             return
         try:
-            with torch.inference_mode(), compile_ahead() as found:
+            with torch.inference_mode(), first_alone(self._name()), compile_ahead() as found:
                 first = self.layers[0]
                 rehearse_cursors(first.config, first.drafts, first.views.ckpt.device)
                 for layer in self.layers:

@@ -4,11 +4,12 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from replayssm_quant.kernels.common.ahead import can_compile_ahead, compile_ahead
+from replayssm_quant.kernels.common.ahead import can_compile_ahead, compile_ahead, first_alone
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
@@ -79,6 +80,38 @@ def test_what_was_compiled_ahead_is_not_compiled_again(tmp_path: Path) -> None:
     assert found["late"] == [] and found["kernels"] == 4 and found["threads"] == 2
     assert len(found["errors"]) == 1 and "power of 2" in found["errors"][0]
     assert found["seconds"] > 0 and found["restored"]
+
+
+def test_the_first_process_compiles_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    order: list[str] = []
+
+    def second() -> None:  # a lock belongs to an open file, so a thread is like a process here
+        with first_alone("same") as alone:
+            order.append(f"second, alone {alone}")
+
+    other = threading.Thread(target=second)
+    with first_alone("same") as alone:
+        other.start()
+        with first_alone("another") as apart:
+            assert alone and apart
+        other.join(0.3)
+        order.append("first")
+    other.join(30)
+    assert order == ["first", "second, alone False"]
+    with first_alone("same") as alone:
+        assert alone
+
+
+def test_nobody_waits_where_no_file_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with first_alone("same") as alone:
+        assert not alone
 
 
 def test_the_interpreter_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
