@@ -158,20 +158,19 @@ def lane_token():
 
 
 @triton.jit
-def store_queries(c_ptr, low, high, ok, OUTPUT: tl.constexpr):
+def store_queries(c_ptr, low, high, token, ok, OUTPUT: tl.constexpr):
     """Store queries of largest magnitude one, fp32 halves low, high [M, 64], for ``load_queries``.
 
-    c_ptr int32, QUERY_WORDS; ok bool [M]: the token is stored, and is below TOKENS.
+    c_ptr int32, QUERY_WORDS (one pointer, or [M, 1]); token [M], below TOKENS; ok bool [M].
     """
     ELEM: tl.constexpr = OUTPUT[0]
     M: tl.constexpr = low.shape[0]
-    token = tl.arange(0, M)
+    mine = c_ptr + token[:, None] * 4
     if ELEM == "e2m1" or ELEM == "int4":
         m = tl.arange(0, 64)[None, :]
         plane, column = m // 16, m % 16
         k = column % 4 * 4 + plane
-        at = k * 32 + token[:, None] * 4 + column // 4
-        tl.store(c_ptr + at, half_pair(low, high), mask=ok[:, None])
+        tl.store(mine + (k * 32 + column // 4), half_pair(low, high), mask=ok[:, None])
     elif ELEM == "e4m3":
         u = tl.arange(0, 2)[None, :, None]
         column = tl.arange(0, 16)[None, None, :]
@@ -180,8 +179,8 @@ def store_queries(c_ptr, low, high, ok, OUTPUT: tl.constexpr):
             pair = tl.permute(tl.reshape(half, [M, 2, 2, 16]), (0, 1, 3, 2))
             first, second = tl.split(pair)
             k = (s * 4 + column % 4) * 2 + u
-            at = k * 32 + token[:, None, None] * 4 + column // 4
-            tl.store(c_ptr + at, half_pair(first, second), mask=ok[:, None, None])
+            at = mine[:, :, None] + (k * 32 + column // 4)
+            tl.store(at, half_pair(first, second), mask=ok[:, None, None])
     else:
         column = tl.arange(0, 16)[None, :]
         shift = tl.arange(0, 4)[None, :, None] * 8
@@ -192,8 +191,7 @@ def store_queries(c_ptr, low, high, ok, OUTPUT: tl.constexpr):
                 digit = upper if d == 0 else fixed - (upper << 7)
                 word = tl.sum(tl.reshape(digit & 0xFF, [M, 4, 16]) << shift, 1)
                 k = d * 8 + 2 * (column % 4) + s
-                at = k * 32 + token[:, None] * 4 + column // 4
-                tl.store(c_ptr + at, word, mask=ok[:, None])
+                tl.store(mine + (k * 32 + column // 4), word, mask=ok[:, None])
 
 
 @triton.constexpr_function
@@ -233,9 +231,9 @@ def _query_asm(elem):
 
 @triton.jit
 def store_words(c_ptr, word, t, OUTPUT: tl.constexpr):
-    """The words [M, 128] that ``_query_asm`` makes of tokens t, t + 1, ... to their places."""
+    """The words [M, 128] that ``_query_asm`` makes of tokens t [M] to their places."""
     ELEM: tl.constexpr = OUTPUT[0]
-    n, t = tl.arange(0, 128)[None, :], t + tl.arange(0, word.shape[0])[:, None]
+    n, t = tl.arange(0, 128)[None, :], t[:, None]
     plane, q, j = n // 16, n % 16 // 4, n % 4
     if ELEM == "int8":
         k = j * 8 + 2 * (plane % 4) + plane // 4
@@ -251,10 +249,10 @@ def store_words(c_ptr, word, t, OUTPUT: tl.constexpr):
 
 @triton.jit
 def store_query(c_ptr, x, t, OUTPUT: tl.constexpr):
-    """``store_queries`` of tokens t, t + 1, ...: x fp32 [M, 128], of largest magnitude one.
+    """``store_queries`` of tokens t [M]: x fp32 [M, 128], of largest magnitude one.
 
-    The program is one warp and a lane holds four neighbours of a row of x, as loads of four
-    elements leave them.
+    c_ptr one pointer, or [M, 1], one a token. The program is one warp and a lane holds four
+    neighbours of a row of x, as loads of four elements leave them.
     """
     if PTX:
         ASM: tl.constexpr = _query_asm(OUTPUT[0])
@@ -263,18 +261,17 @@ def store_query(c_ptr, x, t, OUTPUT: tl.constexpr):
     else:
         M: tl.constexpr = x.shape[0]
         low, high = tl.split(tl.permute(tl.reshape(x, [M, 2, 64]), (0, 2, 1)))
-        store_queries(c_ptr + t * 4, low, high, tl.arange(0, M) >= 0, OUTPUT)
+        store_queries(c_ptr, low, high, t, t >= 0, OUTPUT)
 
 
 @triton.jit
-def unit_queries(x, OUTPUT: tl.constexpr):
+def unit_queries(x):
     """(x of largest magnitude one, that magnitude [M]) of fp32 x [M, 128]; zero stays zero.
 
-    Integer digits hold no NaN: beside them the magnitude becomes NaN where x is not finite.
+    The magnitude is NaN where x holds one (integer digits hold none), and Inf where it holds that.
     """
-    top = tl.max(tl.abs(x), 1)
-    if OUTPUT[0] == "int8":
-        top += tl.sum(x - x, 1)
+    # as integers magnitudes have the same order, and NaN comes last
+    top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
     return x * (1.0 / tl.where(top > 0, top, 1.0))[:, None], top
 
 

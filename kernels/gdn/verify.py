@@ -145,9 +145,9 @@ def _store_all(
     if ROTATE:
         r = rotate_rows(r, sign_ptr, TOKENS, K, KP)
     if MATRIX:
-        r, top = unit_queries(r, OUTPUT)
+        r, top = unit_queries(r)
         low, high = tl.split(tl.permute(tl.reshape(r, [TOKENS, 2, 64]), (0, 2, 1)))
-        store_queries(c_ptr + row * QUERY_WORDS, low, high, t >= 0, OUTPUT)
+        store_queries(c_ptr + row * QUERY_WORDS, low, high, t, t >= 0, OUTPUT)
     else:
         top = store_vectors(c_ptr + row * (K * TOKENS), r, OUTPUT, K, KP)
     tl.store(top_ptr + row * TOKENS + t, top * fade)
@@ -185,10 +185,9 @@ def _solve_paths(
     whole = tl.sum(tl.where(old, g, 0.0), 0)
     after = tl.cumsum(later, 0, reverse=True)
     rate = (beta * rate_of_keys * rate_of_keys)[None, :]
-    x = tl.where(seen, start, 0.0)
+    x = tl.where(seen, start * rate, 0.0)  # e
     for i in tl.static_range(LENGTH - 1, 0, -1):
-        row = tl.load(products + i * LP + entry[None, :])
-        row = row * tl.gather(rate, tl.full([1, LP], i, tl.int32), 1)
+        row = tl.load(products + i * LP + entry[None, :]) * rate
         x = x - row * tl.gather(x, tl.full([TOKENS, LP], i, tl.int32), 1)
         if TREE:  # of a chain, nothing unseen comes before what is seen
             x = tl.where(seen, x, 0.0)
@@ -198,12 +197,59 @@ def _solve_paths(
     is_own = (new[None, :] == t[:, None]) & used[None, :]
     path_of = tl.sum(tl.where(is_own, path[:, None], 0.0), 0)
     gap = tl.where(seen, path[:, None] + tl.where(old, after, -path_of)[None, :], 0.0)
-    w = tl.where(seen, tl.exp(gap) * (beta * rate_of_keys)[None, :] * x, 0.0)
+    inverse_rate = 1.0 / tl.where(rate_of_keys > 0, rate_of_keys, 1.0)  # |k|
+    w = tl.where(seen, tl.exp(gap) * inverse_rate[None, :] * x, 0.0)
     at = weight + t[:, None] * (LP + TOKENS) + tl.where(old, entry, LP + new)[None, :]
     tl.store(at, w, mask=used[None, :] & (t >= 0)[:, None])
-    moved = window_dot(tl.trans(keys), tl.trans(rate * x))
+    moved = window_dot(tl.trans(keys), tl.trans(x))
     reached = tl.sum(tl.where(seen & strange[None, :], 1, 0), 1) != 0
     return tl.trans(moved), tl.where(reached, float("nan"), tl.exp(path + whole))
+
+
+@triton.jit
+def _some_queries(
+    q, q_token, first, count, sign_ptr, moved, of_tokens, c_ptr, top_ptr,
+    M: tl.constexpr, K: tl.constexpr, ROTATE: tl.constexpr, OUTPUT: tl.constexpr,
+):  # fmt: skip
+    """Queries first .. first + M - 1 of ``_rotate_queries``, of which ``count`` are a head."""
+    some = first + tl.arange(0, M)
+    head, t = some // count, some % count
+    m = tl.multiple_of(tl.arange(0, K), 4)[None, :]  # four neighbours a lane
+    x = tl.load(q + (t * q_token)[:, None] + m).to(tl.float32)
+    x = x * tl.load(of_tokens + t)[:, None]
+    x = x - tl.load(moved + ((head * TOKENS + t) * K)[:, None] + m)
+    if ROTATE:
+        x = rotate_rows(x, sign_ptr, M, K, K, True)
+    x, top = unit_queries(x)
+    store_query(c_ptr + (head * QUERY_WORDS)[:, None], x, t, OUTPUT)
+    tl.store(top_ptr + head * TOKENS + t, top * tl.load(of_tokens + (1 + head) * TOKENS + t))
+
+
+@triton.jit
+def _rotate_queries(
+    q, q_token, count, sign_ptr, moved, of_tokens, c_ptr, top_ptr,
+    K: tl.constexpr, PER: tl.constexpr, ROTATE: tl.constexpr, OUTPUT: tl.constexpr,
+):  # fmt: skip
+    """The queries of ``count`` tokens and PER heads for ``verify_matrix``, four at a time.
+
+    q at the row and key head; moved fp32 [PER, T, K] is taken from them after they are multiplied
+    with of_tokens[0]; of_tokens[1 + h] [T] is what the rest counts, and goes to ``top``.
+    """
+    whole = count * PER // 4 * 4
+    for first in range(0, whole, 4):
+        _some_queries(
+            q, q_token, first, count, sign_ptr, moved, of_tokens, c_ptr, top_ptr,
+            4, K, ROTATE, OUTPUT,
+        )  # fmt: skip
+    for first in range(whole, count * PER):
+        _some_queries(
+            q, q_token, first, count, sign_ptr, moved, of_tokens, c_ptr, top_ptr,
+            1, K, ROTATE, OUTPUT,
+        )  # fmt: skip
+    t = tl.arange(0, TOKENS)
+    for h in tl.static_range(PER):
+        zero_queries(c_ptr + h * QUERY_WORDS, count)
+        tl.store(top_ptr + h * TOKENS + t, 0.0, mask=t >= count)
 
 
 @triton.jit
@@ -213,7 +259,7 @@ def verify_prepare_kernel(
     ring_k_ptr, ring_g_ptr, ring_beta_ptr, ring_rk_ptr,
     slot_ptr, valid_ptr, flush_ptr, count_ptr, ancestors_ptr,  # [b]; ancestors [b, T]
     c_ptr, top_ptr, w_ptr,  # queries of [b, HV], fp32 [b, HV, T], fp32 [b, HV, T, LP + T]
-    scratch_ptr,  # SOLVE: fp32 [b, HK, LP LP + T KP + 3 T]
+    scratch_ptr,  # SOLVE: fp32 [b, HK, LP LP + T (PER (KP + 1) + 2)]
     # FUSED: where rows that flush leave what joins the ring: [b, T, HK, K], [b, T, HV] twice,
     # [b, T, HK]
     new_k_ptr, new_g_ptr, new_beta_ptr, new_rk_ptr,
@@ -305,8 +351,8 @@ def verify_prepare_kernel(
             )  # fmt: skip
             _store_all(r, 1.0, c_ptr, top_ptr, row, sign_ptr, K, KP, ROTATE, OUTPUT, MATRIX)
     if SOLVE:
-        scratch = scratch_ptr + (i_b * HK + i_k) * (LP * LP + TOKENS * (KP + 3))
-        of_tokens = scratch + LP * LP + TOKENS * KP
+        scratch = scratch_ptr + (i_b * HK + i_k) * (LP * LP + TOKENS * (PER * (KP + 1) + 2))
+        of_tokens = scratch + LP * LP + TOKENS * PER * KP
         tl.store(of_tokens + t, squares)
         tl.store(of_tokens + TOKENS + t, q_scale)
         tl.debug_barrier()  # other lanes read what this program has just written, here and below
@@ -332,29 +378,20 @@ def verify_prepare_kernel(
                 rate_of_keys, ring_g_of + head, ring_beta_of + head,
                 w_ptr + row * (TOKENS * (LP + TOKENS)), HV, LP, LENGTH, TREE,
             )  # fmt: skip
-            if MATRIX:  # four tokens at a time, four neighbours a lane
-                tl.store(scratch + LP * LP + t[:, None] * KP + n[None, :], moved)
-                tl.store(of_tokens + 2 * TOKENS + t, fade)
-                tl.debug_barrier()
-                m = tl.multiple_of(tl.arange(0, KP), 4)[None, :]
-                for first in range(0, count, 4):
-                    some = first + tl.arange(0, 4)
-                    x = q_ptr + i_b * q_stride + some[:, None] * q_token + i_k * K + m
-                    x = tl.load(x, mask=(some < count)[:, None], other=0.0).to(tl.float32)
-                    x = x * tl.load(of_tokens + TOKENS + some)[:, None]
-                    x = x - tl.load(scratch + LP * LP + some[:, None] * KP + m)
-                    if ROTATE:
-                        x = rotate_rows(x, sign_ptr, 4, K, KP, True)
-                    x, top = unit_queries(x, OUTPUT)
-                    store_query(c_ptr + row * QUERY_WORDS, x, first, OUTPUT)
-                    rest = tl.load(of_tokens + 2 * TOKENS + some)
-                    tl.store(top_ptr + row * TOKENS + some, top * rest)
-                made = tl.cdiv(count, 4) * 4
-                zero_queries(c_ptr + row * QUERY_WORDS, made)
-                tl.store(top_ptr + row * TOKENS + t, 0.0, mask=t >= made)
+            if MATRIX:
+                at = scratch + LP * LP + h * (TOKENS * KP)
+                tl.store(at + t[:, None] * KP + n[None, :], moved)
+                tl.store(of_tokens + (2 + h) * TOKENS + t, fade)
             else:
                 r = q_raw.to(tl.float32) * q_scale[:, None] - moved
                 _store_all(r, fade, c_ptr, top_ptr, row, sign_ptr, K, KP, ROTATE, OUTPUT, MATRIX)
+        if MATRIX:
+            tl.debug_barrier()
+            _rotate_queries(
+                q_ptr + i_b * q_stride + i_k * K, q_token, count, sign_ptr, scratch + LP * LP,
+                of_tokens + TOKENS, c_ptr + (i_b * HV + i_k * PER) * QUERY_WORDS,
+                top_ptr + (i_b * HV + i_k * PER) * TOKENS, K, PER, ROTATE, OUTPUT,
+            )  # fmt: skip
     if FUSED and EARLY:
         wait_for_previous()
 
@@ -727,7 +764,8 @@ def _run(
         "TREE": rows.ancestors is not None,
     }  # fmt: skip
     solve = bool(chosen.solve) and gate_width == 1 and lp <= 32 and n >= 16
-    room = batch * hk * (lp * lp + TOKENS.value * (padded + 3)) if solve else 1
+    per_key = lp * lp + TOKENS.value * (hv // hk * (padded + 1) + 2)
+    room = batch * hk * per_key if solve else 1
     scratch = torch.empty(room, device=device)
     steps = {
         f"{name}_{of}": stride

@@ -82,25 +82,34 @@ from .verify_reference import check_verify
 
 
 @triton.jit
+def _some_queries(
+    C, C_token, first, sign_ptr, c, top_ptr,
+    M: tl.constexpr, N: tl.constexpr, ROTATE: tl.constexpr, OUTPUT: tl.constexpr,
+):  # fmt: skip
+    t = first + tl.arange(0, M)
+    n = tl.multiple_of(tl.arange(0, N), 4)[None, :]  # four neighbours a lane
+    x = tl.load(C + (t * C_token)[:, None] + n).to(tl.float32)
+    if ROTATE:
+        x = rotate_rows(x, sign_ptr, M, N, N, True)
+    x, top = unit_queries(x)
+    store_query(c, x, t, OUTPUT)
+    tl.store(top_ptr + t, top)
+
+
+@triton.jit
 def _prepare_queries(
     C, C_token, count, sign_ptr, c, top_ptr, N: tl.constexpr, ROTATE: tl.constexpr,
     OUTPUT: tl.constexpr,
 ):  # fmt: skip
-    """The queries of a row and group for ``verify_matrix``; pointers are there."""
-    n = tl.multiple_of(tl.arange(0, N), 4)[None, :]  # four neighbours a lane
-    for first in range(0, count, 4):
-        t = first + tl.arange(0, 4)
-        x = tl.load(C + t[:, None] * C_token + n, mask=(t < count)[:, None], other=0.0)
-        x = x.to(tl.float32)
-        if ROTATE:
-            x = rotate_rows(x, sign_ptr, 4, N, N, True)
-        x, top = unit_queries(x, OUTPUT)
-        store_query(c, x, first, OUTPUT)
-        tl.store(top_ptr + t, top)
-    made = tl.cdiv(count, 4) * 4
-    zero_queries(c, made)
+    """The queries of a row and group for ``verify_matrix``, four at a time; pointers are there."""
+    whole = count // 4 * 4
+    for first in range(0, whole, 4):
+        _some_queries(C, C_token, first, sign_ptr, c, top_ptr, 4, N, ROTATE, OUTPUT)
+    for first in range(whole, count):
+        _some_queries(C, C_token, first, sign_ptr, c, top_ptr, 1, N, ROTATE, OUTPUT)
+    zero_queries(c, count)
     t = tl.arange(0, TOKENS)
-    tl.store(top_ptr + t, 0.0, mask=t >= made)
+    tl.store(top_ptr + t, 0.0, mask=t >= count)
 
 
 @triton.jit
