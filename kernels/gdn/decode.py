@@ -150,7 +150,7 @@ def read_kernel(
     LPR: tl.constexpr, ROWS: tl.constexpr,
     RAW_GATES: tl.constexpr, NEGATIVE: tl.constexpr, L2NORM: tl.constexpr, EPS: tl.constexpr,
     COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
-    OUTPUT: tl.constexpr, ROTATE: tl.constexpr, BULK: tl.constexpr,
+    OUTPUT: tl.constexpr, ROTATE: tl.constexpr, WORDS: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
     """A unit (key head, sequence) with matrix units: y of the key head's value heads for a row that
     does not flush, its input into the ring; zeros of a padding row.
@@ -191,7 +191,9 @@ def read_kernel(
         ring_rk = ring_rk_ptr + slot * ring_rk_stride + i_k
         ring_g = ring_g_ptr + slot * ring_g_stride + first * GW
         ring_beta = ring_beta_ptr + slot * ring_beta_stride + first
-        q, k, rk, g, beta = activate(inputs, ring_k_ptr, scale, RAW_GATES, NEGATIVE, L2NORM, EPS)
+        q, k, rk, g, beta, factor = activate(
+            inputs, ring_k_ptr, scale, RAW_GATES, NEGATIVE, L2NORM, EPS
+        )
         n = tl.arange(0, KP)[None, :]
         tl.store(ring_k + valid * (HK * K) + n, k, mask=n < K)
         append_scalars(
@@ -199,10 +201,11 @@ def read_kernel(
         )
         head = i_b * HV + first
         push_back(
-            q, k, rk, g, beta, valid, ring_k, ring_rk, ring_g, ring_beta, sign_ptr,
+            q, k, rk, g, beta, factor, q_ptr + i_b * q_stride + i_k * K,
+            k_ptr + i_b * k_stride + i_k * K, valid, ring_k, ring_rk, ring_g, ring_beta, sign_ptr,
             scratch_ptr + unit * (LP * LP + PERP * (LP + KP)),
             c_ptr + head * K, top_ptr + head, w_ptr + head * L,
-            HK, HV, K, L, KP, LP, PER, PERP, GW, OUTPUT, True, ROTATE,
+            HK, HV, K, L, KP, LP, PER, PERP, GW, OUTPUT, True, ROTATE, WORDS,
         )  # fmt: skip
         tl.debug_barrier()  # other lanes read what this program has just written
         for h in range(PER):

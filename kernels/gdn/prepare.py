@@ -31,6 +31,7 @@ from ..common.fold import (
 )
 from ..common.hadamard import rotate_rows
 from ..common.launch import dependents_may_start
+from ..common.matrix import mma
 from ..common.planes import PTX, rounded_product
 from ..common.readout import store_vector
 
@@ -39,13 +40,14 @@ from ..common.readout import store_vector
 def store_keys(
     keys, ring_k, ring_rk, sign_ptr, valid, n,
     HK: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROTATE: tl.constexpr,
+    LANES: tl.constexpr = True,
 ):  # fmt: skip
     """The ring's keys, normalised and rotated, to fp32 rows of K at ``keys``."""
     for j in range(valid):
         k = tl.load(ring_k + j * (HK * K), mask=n < K, other=0.0).to(tl.float32)
         k = k * tl.load(ring_rk + j * HK)
         if ROTATE:
-            k = rotate_rows(k, sign_ptr, 1, K, KP, True)
+            k = rotate_rows(k, sign_ptr, 1, K, KP, LANES)
         tl.store(keys + j * K, k, mask=n < K)
 
 
@@ -117,7 +119,7 @@ def window_head(
     ring_k, ring_rk, ring_v, ring_g, ring_beta,
     left, right, base, total, of_key,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr,
-    ROTATE: tl.constexpr, LP: tl.constexpr, NEW: tl.constexpr = True,
+    ROTATE: tl.constexpr, LP: tl.constexpr, NEW: tl.constexpr = True, WARPS: tl.constexpr = 1,
 ):  # fmt: skip
     """What the fold of one value head needs of its window: ``flush._fold_dot``.
 
@@ -130,20 +132,21 @@ def window_head(
     token, n = tl.arange(0, LP), tl.arange(0, KP)
     old, now = token < valid, token == valid
     narrow = tl.multiple_of(n, 4)[None, :]  # no wider loads: four neighbours a lane
-    for first in range(0, LP, 4):
-        some = first + tl.arange(0, 4)
+    ONCE: tl.constexpr = 4 * WARPS  # keys
+    for first in range(0, LP, ONCE):
+        some = first + tl.arange(0, ONCE)
         keys = tl.load(
             ring_k + some[:, None] * (HK * K) + narrow,
             mask=(some < valid)[:, None] & (narrow < K), other=0.0,
         ).to(tl.float32)  # fmt: skip
         # products are rounded apart: what a compiler fuses differs from kernel to kernel
         of_ring = tl.load(ring_rk + some * HK, mask=some < valid, other=0.0)[:, None]
-        keys = rounded_product(keys, tl.broadcast_to(of_ring, [4, KP]))
+        keys = rounded_product(keys, tl.broadcast_to(of_ring, [ONCE, KP]))
         if NEW:
             mine = rounded_product(k.to(tl.float32), tl.broadcast_to(rk, [1, KP]))
             keys = tl.where((some == valid)[:, None], mine, keys)
         if ROTATE:
-            keys = rotate_rows(keys, sign_ptr, 4, K, KP, True)
+            keys = rotate_rows(keys, sign_ptr, ONCE, K, KP, True)
         key_high, key_low = halves(keys)
         tl.store(left + some[:, None] * KP + narrow, key_high)
         tl.store(left + LP * KP + some[:, None] * KP + narrow, key_low)
@@ -268,8 +271,8 @@ def activate(
     inputs, ring_k_ptr, scale,
     RAW_GATES: tl.constexpr, NEGATIVE: tl.constexpr, L2NORM: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """(q, k as the ring keeps it, 1 / |k|, log decay, beta) from ``ask_inputs``; q of norm
-    ``scale``."""
+    """(q, k as the ring keeps it, 1 / |k|, log decay, beta, factor) from ``ask_inputs``; q of norm
+    ``scale``, which is ``factor`` [1, 1] times what came in."""
     q, k, g, beta, A_log, bias = inputs
     k = k.to(ring_k_ptr.dtype.element_ty)
     if RAW_GATES:
@@ -278,11 +281,12 @@ def activate(
         if NEGATIVE:
             beta = beta * 2.0
     rk = tl.full([1, 1], 1.0, tl.float32)
+    factor = rk * scale
     if L2NORM:
         wide = k.to(tl.float32)
         rk = tl.rsqrt(tl.sum(rounded_product(wide, wide), 1, keep_dims=True) + EPS)
-        q = q * tl.rsqrt(tl.sum(q * q, 1, keep_dims=True) + EPS)
-    return q * scale, k, rk, g, beta
+        factor = tl.rsqrt(tl.sum(q * q, 1, keep_dims=True) + EPS) * scale
+    return q * factor, k, rk, g, beta, factor
 
 
 @triton.jit
@@ -385,38 +389,234 @@ def _solve_back(
     return tl.load(back + part * KP, mask=head_ok, other=0.0) * whole
 
 
+@triton.constexpr_function
+def _products_asm(kind):
+    """Keys times keys and times q, to memory: $52 fp32 [16, 16], and [16] behind it.
+
+    $0-$3 nothing; $4.. the keys' words: tokens 0-7, then 8-15, four chunks of 32 elements each;
+    $36.. the words of q in the same way.
+    """
+    text = "{ .reg .f32 a<4>, b<4>, c<4>; .reg .b32 l, g, q; .reg .b64 p; .reg .pred one; "
+    text += "".join(f"mov.f32 {x}{i}, 0f00000000; " for x in "abc" for i in range(4))
+    text += "".join(f"mov.b32 ${i}, 0; " for i in range(4))
+    for k in range(8):  # sixteen elements each
+        low, high = (
+            [f"${4 + 16 * half + 4 * (k // 2) + 2 * (k % 2) + w}" for w in range(2)]
+            for half in range(2)
+        )
+        left = (low[0], high[0], low[1], high[1])
+        query = [f"${36 + 4 * (k // 2) + 2 * (k % 2) + w}" for w in range(2)]
+        for d, right in (("a", low), ("b", high), ("c", query)):
+            text += mma(kind, [f"{d}{i}" for i in range(4)], left, right) + " "
+    text += "mov.u32 l, %laneid; shr.u32 g, l, 2; and.b32 q, l, 3; setp.eq.u32 one, q, 0; "
+    text += "mad.lo.u32 l, g, 8, q; mad.wide.u32 p, l, 8, $52; "
+    for row in range(2):
+        text += f"st.global.v2.f32 [p+{512 * row}], {{a{2 * row}, a{2 * row + 1}}}; "
+        text += f"st.global.v2.f32 [p+{512 * row + 32}], {{b{2 * row}, b{2 * row + 1}}}; "
+    text += "mad.wide.u32 p, g, 4, $52; "
+    text += "@one st.global.f32 [p+1024], c0; @one st.global.f32 [p+1056], c2; }"
+    return text
+
+
+@triton.constexpr_function
+def _pull_asm(per, kind, step):
+    """q - sum_j e_j k_j for ``per`` heads: four neighbours of each, of which the rest follows.
+
+    Then q (four neighbours), the new key (two words), where the ring's keys start, where the new
+    key lies, where -e [per, 16] does (0 for the new token, whose lies 68 bytes a head on), the
+    first neighbour's number and the new token's. step: bytes to the next token.
+    """
+    first = 4 * per
+    ring, new, e, n, valid = (f"${first + i}" for i in (6, 10, 14, 18, 22))
+    text = "{ .reg .b32 w<2>, l, last; .reg .f32 k<4>, e<16>; .reg .b64 p, a; .reg .b16 h<2>; "
+    # what is not there has e = 0: the last token is read again, or the new one
+    text += ".reg .pred any; " + f"setp.gt.s32 any, {valid}, 0; selp.b64 p, {ring}, {new}, any; "
+    text += f"sub.s32 last, {valid}, 1; max.s32 last, last, 0; mad.wide.s32 p, {n}, 2, p; "
+    text += "".join(f"mov.f32 ${4 * h + i}, ${first + i}; " for h in range(per) for i in range(4))
+
+    def add(places):
+        out = ""
+        for w in range(2):
+            if kind == "bf16":
+                out += f"shl.b32 l, w{w}, 16; mov.b32 k{2 * w}, l; "
+                out += f"and.b32 l, w{w}, 0xFFFF0000; mov.b32 k{2 * w + 1}, l; "
+            else:
+                out += f"mov.b32 {{h0, h1}}, w{w}; cvt.f32.f16 k{2 * w}, h0; "
+                out += f"cvt.f32.f16 k{2 * w + 1}, h1; "
+        for h, at in enumerate(places):
+            out += "".join(
+                f"fma.rn.f32 ${4 * h + i}, e{at}, k{i}, ${4 * h + i}; " for i in range(4)
+            )
+        return out
+
+    for j in range(15):
+        if j % 4 == 0:
+            for h in range(per):
+                four = ", ".join(f"e{4 * h + i}" for i in range(4))
+                text += f"ld.global.v4.f32 {{{four}}}, [{e}+{64 * h + 4 * j}]; "
+        text += f"min.s32 l, last, {j}; mad.wide.s32 a, l, {step}, p; "
+        text += "ld.global.v2.b32 {w0, w1}, [a]; "
+        text += add([4 * h + j % 4 for h in range(per)])
+    padded = 1 if per == 1 else 2 if per == 2 else 4
+    text += "".join(f"ld.global.f32 e{h}, [{e}+{68 * padded + 4 * h}]; " for h in range(per))
+    text += f"mov.b32 w0, ${first + 4}; mov.b32 w1, ${first + 5}; "
+    return text + add(range(per)) + "}"
+
+
+@triton.constexpr_function
+def _pull_constraints(per):
+    return ",".join(["=&f"] * (4 * per) + ["f"] * 4 + ["r"] * 2 + ["l"] * 12 + ["r"] * 8)
+
+
+@triton.jit
+def _pull(
+    q, k, valid, ring_k, k_row, e, n, STEP: tl.constexpr, PER: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
+    """q - sum_j e_j k_j [1, 128] for PER heads, see ``_pull_asm``."""
+    ASM: tl.constexpr = _pull_asm(PER, KIND, STEP)
+    CONSTRAINTS: tl.constexpr = _pull_constraints(PER)
+    args = (q, k, ring_k.to(tl.int64), k_row.to(tl.int64), e.to(tl.int64), n, valid)
+    if PER == 1:
+        out = tl.inline_asm_elementwise(
+            ASM, CONSTRAINTS, args, dtype=tl.float32, is_pure=False, pack=4
+        )
+        return (out,)
+    elif PER == 2:
+        return tl.inline_asm_elementwise(
+            ASM, CONSTRAINTS, args, dtype=(tl.float32, tl.float32), is_pure=False, pack=4
+        )
+    elif PER == 3:
+        return tl.inline_asm_elementwise(
+            ASM, CONSTRAINTS, args, dtype=(tl.float32, tl.float32, tl.float32), is_pure=False,
+            pack=4,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            ASM, CONSTRAINTS, args, dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=False, pack=4,
+        )  # fmt: skip
+
+
+@triton.jit
+def _solve_words(
+    q, k, rk_now, g_now, beta_now, factor, q_row, k_row, valid,
+    ring_k, ring_rk, ring_g, ring_beta, scratch, weight, n, head_ok,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, LP: tl.constexpr,
+    PER: tl.constexpr, PERP: tl.constexpr,
+):  # fmt: skip
+    """``_solve_back`` for keys and queries of 16 bits, K = 128 and LP = 16: a tuple of PER r
+    [1, 128].
+
+    Words are loaded as ``mma.sync`` takes them, and no product is shared out anew; q_row and k_row
+    point at the new token's, whose q is ``factor`` times that.
+    """
+    token = tl.arange(0, LP)
+    old, now = token < valid, token == valid
+    part = tl.arange(0, PERP)[:, None]
+    inside = head_ok & old[None, :]
+    at = token[None, :] * HV + part
+    word, eight = tl.arange(0, 16)[None, :], tl.arange(0, 8)[:, None]
+    row = ring_k + eight * (HK * K)
+    keys = ()
+    for half in tl.static_range(2):
+        at_row = tl.where(eight + 8 * half == valid, k_row, row + 8 * half * (HK * K))
+        at_row = at_row.to(tl.pointer_type(tl.int32)) + word
+        for c in tl.static_range(4):
+            keys = keys + (tl.load(at_row + 16 * c, mask=eight + 8 * half <= valid, other=0),)
+    query = ()
+    for c in tl.static_range(4):
+        of = q_row.to(tl.pointer_type(tl.int32)) + (eight * 0 + word)
+        query = query + (tl.load(of + 16 * c),)
+    rk = tl.load(ring_rk + token * HK, mask=old, other=0.0)
+    g = tl.load(ring_g + at, mask=inside, other=0.0)
+    beta = tl.load(ring_beta + at, mask=inside, other=0.0)
+    KIND: tl.constexpr = "bf16" if k.dtype == tl.bfloat16 else "f16"
+    ASM: tl.constexpr = _products_asm(KIND)
+    tl.inline_asm_elementwise(
+        ASM, "=&r,=&r,=&r,=&r" + ",r" * 48 + ",l,l,l,l",
+        keys + query + (scratch.to(tl.int64),), dtype=tl.int32, is_pure=False, pack=4,
+    )  # fmt: skip
+    g = tl.where(now[None, :], g_now, g)
+    beta = tl.where(now[None, :], beta_now, beta)
+    rk = tl.where(now, tl.sum(tl.sum(rk_now, 1), 0), rk)[None, :]
+    tl.debug_barrier()  # other lanes read what this program has just written
+    t = tl.load(scratch + LP * LP + token)[None, :] * factor
+    t = tl.broadcast_to(t, [PERP, LP])
+    products = ()
+    for i in tl.static_range(LP):
+        products = products + (tl.load(scratch + i * LP + token)[None, :],)
+    rate = beta * rk * rk
+    for i in tl.static_range(1, LP):
+        e = tl.gather(rate * t, tl.full([PERP, LP], LP - i, tl.int32), 1)
+        t = t - tl.where((token < LP - i)[None, :], products[LP - i], 0.0) * e
+    wide = g.to(tl.float64)  # where no order of additions shows
+    cum = tl.cumsum(wide, 1, reverse=True)
+    after = tl.exp((cum - wide).to(tl.float32))
+    known = head_ok & (token <= valid)[None, :]
+    tl.store(weight + token[None, :], after * beta * rk * t, mask=known)
+    moved = scratch + LP * LP + LP
+    back = -rate * t  # the new token's apart
+    tl.store(moved + part * LP + token[None, :], tl.where(now[None, :], 0.0, back), mask=head_ok)
+    mine = moved + PERP * (LP + 1) + part + 0 * token[None, :]
+    tl.store(mine, back, mask=head_ok & now[None, :])
+    whole = moved + PERP * LP + part + 0 * token[None, :]
+    tl.store(whole, tl.exp(cum.to(tl.float32)), mask=head_ok & (token == 0)[None, :])
+    tl.debug_barrier()
+    pulled = _pull(q, k, valid, ring_k, k_row, moved, n, HK * K * 2, PER, KIND)
+    out = ()
+    for h in tl.static_range(PER):
+        out = out + (pulled[h] * tl.load(moved + PERP * LP + h),)
+    return out
+
+
 @triton.jit
 def push_back(
-    q, k, rk, g, beta, valid,
+    q, k, rk, g, beta, factor, q_row, k_row, valid,
     ring_k, ring_rk, ring_g, ring_beta,  # at the slot's first token, the key head or first head
     sign_ptr, scratch, c_ptr, top_ptr, w_ptr,  # at the key head or first head; see prepare_kernel
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, L: tl.constexpr, KP: tl.constexpr,
     LP: tl.constexpr, PER: tl.constexpr, PERP: tl.constexpr, GW: tl.constexpr,
-    OUTPUT: tl.constexpr, MATRIX: tl.constexpr, ROTATE: tl.constexpr,
+    OUTPUT: tl.constexpr, MATRIX: tl.constexpr, ROTATE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """The query pushed back through the window, for PER value heads of one key head.
 
-    q, k, rk, g, beta from ``activate``; scratch fp32 [LP, LP] + [PERP, LP] + [PERP, KP].
+    q, k, rk, g, beta, factor from ``activate``, whose raw q and k are at q_row and k_row; scratch
+    fp32 [LP, LP] + [PERP, LP] + [PERP, KP]. WORDS: see ``_solve_words``.
     """
     n, part = tl.arange(0, KP)[None, :], tl.arange(0, PERP)[:, None]
     n_ok, head_ok = n < K, part < PER
     weight = w_ptr + part * L
-    if GW > 1 or KP < 16:
-        r = _walk(
-            q, k, rk, g, beta, valid, ring_k + n, ring_rk, ring_g + part * GW + n % GW,
-            ring_beta + part, weight, n_ok, head_ok, head_ok & n_ok, HK, HV, K, KP, PERP, GW,
+    if WORDS:
+        rs = _solve_words(
+            q, k, rk, g, beta, factor, q_row, k_row, valid, ring_k, ring_rk, ring_g, ring_beta,
+            scratch, weight, n, head_ok, HK, HV, K, LP, PER, PERP,
         )  # fmt: skip
+        one = tl.zeros([1, 1], tl.int32)
+        for h in tl.static_range(PER):
+            r = rs[h]
+            if ROTATE:
+                r = rotate_rows(r, sign_ptr, 1, K, KP, True)
+            top = tl.max(tl.abs(r), 1, keep_dims=True)
+            tl.store(top_ptr + h + one, top)
+            inverse = 1.0 / tl.where(top > 0, top, 1.0)
+            store_vector(c_ptr + h * K + one, r, inverse, one == 0, K, KP, OUTPUT, MATRIX)
     else:
-        r = _solve_back(
-            q, k, rk, g, beta, valid, ring_k, ring_rk, ring_g, ring_beta, scratch, weight, n,
-            head_ok, HK, HV, K, KP, LP, PER, PERP,
-        )  # fmt: skip
-    if ROTATE:
-        r = rotate_rows(r, sign_ptr, PERP, K, KP, True)
-    top = tl.max(tl.abs(r), 1, keep_dims=True)
-    tl.store(top_ptr + part, top, mask=head_ok)
-    inverse = 1.0 / tl.where(top > 0, top, 1.0)
-    store_vector(c_ptr + part * K, r, inverse, head_ok, K, KP, OUTPUT, MATRIX)
+        if GW > 1 or KP < 16:
+            r = _walk(
+                q, k, rk, g, beta, valid, ring_k + n, ring_rk, ring_g + part * GW + n % GW,
+                ring_beta + part, weight, n_ok, head_ok, head_ok & n_ok, HK, HV, K, KP, PERP, GW,
+            )  # fmt: skip
+        else:
+            r = _solve_back(
+                q, k, rk, g, beta, valid, ring_k, ring_rk, ring_g, ring_beta, scratch, weight, n,
+                head_ok, HK, HV, K, KP, LP, PER, PERP,
+            )  # fmt: skip
+        if ROTATE:
+            r = rotate_rows(r, sign_ptr, PERP, K, KP, True)
+        top = tl.max(tl.abs(r), 1, keep_dims=True)
+        tl.store(top_ptr + part, top, mask=head_ok)
+        inverse = 1.0 / tl.where(top > 0, top, 1.0)
+        store_vector(c_ptr + part * K, r, inverse, head_ok, K, KP, OUTPUT, MATRIX)
 
 
 @triton.jit
@@ -451,7 +651,7 @@ def prepare_kernel(
     KP: tl.constexpr, VP: tl.constexpr, PER: tl.constexpr, PERP: tl.constexpr, GW: tl.constexpr,
     RAW_GATES: tl.constexpr, NEGATIVE: tl.constexpr, L2NORM: tl.constexpr, EPS: tl.constexpr,
     ROTATE: tl.constexpr, LP: tl.constexpr,
-    OUTPUT: tl.constexpr, MATRIX: tl.constexpr, EARLY: tl.constexpr,
+    OUTPUT: tl.constexpr, MATRIX: tl.constexpr, WORDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid [b, HK], for rows that do not flush: appends to the ring, leaves c, top and w.
 
@@ -477,7 +677,9 @@ def prepare_kernel(
         return
     ring_k = ring_k_ptr + slot * ring_k_stride + i_k * K
     ring_rk = ring_rk_ptr + slot * ring_rk_stride + i_k
-    q, k, rk, g, beta = activate(inputs, ring_k_ptr, scale, RAW_GATES, NEGATIVE, L2NORM, EPS)
+    q, k, rk, g, beta, factor = activate(
+        inputs, ring_k_ptr, scale, RAW_GATES, NEGATIVE, L2NORM, EPS
+    )
     ring_g = ring_g_ptr + slot * ring_g_stride + first * GW
     ring_beta = ring_beta_ptr + slot * ring_beta_stride + first
     tl.store(ring_k + valid * (HK * K) + n, k, mask=n_ok)
@@ -491,10 +693,11 @@ def prepare_kernel(
     tl.store(ring_v, v.to(ring_v_ptr.dtype.element_ty), mask=v_ok)
     row = i_b * HV + first
     push_back(
-        q, k, rk, g, beta, valid, ring_k, ring_rk, ring_g, ring_beta, sign_ptr,
+        q, k, rk, g, beta, factor, q_ptr + i_b * q_stride + i_k * K,
+        k_ptr + i_b * k_stride + i_k * K, valid, ring_k, ring_rk, ring_g, ring_beta, sign_ptr,
         scratch_ptr + (i_b * HK + i_k) * (LP * LP + PERP * (LP + KP)),
         c_ptr + row * K, top_ptr + row, w_ptr + row * L,
-        HK, HV, K, L, KP, LP, PER, PERP, GW, OUTPUT, MATRIX, ROTATE,
+        HK, HV, K, L, KP, LP, PER, PERP, GW, OUTPUT, MATRIX, ROTATE, WORDS,
     )  # fmt: skip
 
 
@@ -505,7 +708,7 @@ def window_of(
     keys, query, gate, rate, left, right, base, total, of_key,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr,
     GW: tl.constexpr, ROTATE: tl.constexpr, DOT: tl.constexpr, LP: tl.constexpr,
-    NEW: tl.constexpr,
+    NEW: tl.constexpr, WARPS: tl.constexpr = 1,
 ):  # fmt: skip
     """All that the fold of one value head needs of its row: window, rotated query, gates.
 
@@ -517,12 +720,12 @@ def window_of(
     if NEW:
         turned = q
         if ROTATE:
-            turned = rotate_rows(q, sign_ptr, 1, K, KP, True)
+            turned = rotate_rows(q, sign_ptr, 1, K, KP, WARPS == 1)
         tl.store(query + n, turned, mask=n_ok & of_key)
     if DOT:
         window_head(
             k, rk, g, beta, v_now, valid, sign_ptr, ring_k, ring_rk, ring_v, ring_g, ring_beta,
-            left, right, base, total, of_key, HK, HV, K, KP, V, ROTATE, LP, NEW,
+            left, right, base, total, of_key, HK, HV, K, KP, V, ROTATE, LP, NEW, WARPS,
         )  # fmt: skip
     else:
         one = tl.zeros([1, 1], tl.int32)
@@ -531,11 +734,13 @@ def window_of(
             tl.store(gate + at, g, mask=n_ok if GW > 1 else one == 0)
             tl.store(rate + one, beta)
         if of_key:
-            store_keys(keys + n, ring_k + n, ring_rk, sign_ptr, valid, n, HK, K, KP, ROTATE)
+            store_keys(
+                keys + n, ring_k + n, ring_rk, sign_ptr, valid, n, HK, K, KP, ROTATE, WARPS == 1
+            )
             if NEW:
                 key = k.to(tl.float32) * rk
                 if ROTATE:
-                    key = rotate_rows(key, sign_ptr, 1, K, KP, True)
+                    key = rotate_rows(key, sign_ptr, 1, K, KP, WARPS == 1)
                 tl.store(keys + valid * K + n, key, mask=n_ok)
 
 
@@ -556,7 +761,7 @@ def window_kernel(
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
     KP: tl.constexpr, PER: tl.constexpr, GW: tl.constexpr,
     RAW_GATES: tl.constexpr, NEGATIVE: tl.constexpr, L2NORM: tl.constexpr, EPS: tl.constexpr,
-    ROTATE: tl.constexpr, DOT: tl.constexpr, LP: tl.constexpr,
+    ROTATE: tl.constexpr, DOT: tl.constexpr, LP: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Any number of programs share the value heads of the rows that flush; the last lists those."""
     programs = tl.num_programs(0) - 1
@@ -574,7 +779,9 @@ def window_kernel(
             i_b, i_k, i_h, q_ptr, k_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr,
             q_stride, k_stride, g_stride, beta_stride, K, KP, 1, 1, GW, RAW_GATES,
         )  # fmt: skip
-        q, k, rk, g, beta = activate(inputs, ring_k_ptr, scale, RAW_GATES, NEGATIVE, L2NORM, EPS)
+        q, k, rk, g, beta, factor = activate(
+            inputs, ring_k_ptr, scale, RAW_GATES, NEGATIVE, L2NORM, EPS
+        )
         head, key = i_b * HV + i_h, i_b * HK + i_k
         window_of(
             q, k, rk, g, beta, v_ptr + i_b * v_stride + i_h * V, tl.load(valid_ptr + i_b), sign_ptr,
@@ -586,7 +793,7 @@ def window_kernel(
             keys_ptr + key * (L * K), query_ptr + key * K, gate_ptr + head * GW, rate_ptr + head,
             left_ptr + head * (2 * LP * KP), right_ptr + key * (2 * LP * KP),
             base_ptr + head * window_base(V, LP), total_ptr + head, i_h % PER == 0,
-            HK, HV, K, KP, V, GW, ROTATE, DOT, LP, True,
+            HK, HV, K, KP, V, GW, ROTATE, DOT, LP, True, WARPS,
         )  # fmt: skip
         unit += programs
         row = nth_flush(slot_ptr, flush_ptr, batch, unit // HV, L == 1)

@@ -40,7 +40,7 @@ def step_kernel(
     COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
     UPDATE: tl.constexpr, OUTPUT: tl.constexpr, HAS_COPY: tl.constexpr,
     SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
-    MATRIX: tl.constexpr, ROTATE: tl.constexpr, DOT: tl.constexpr,
+    MATRIX: tl.constexpr, ROTATE: tl.constexpr, DOT: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """A unit (ROWS rows, value head, sequence): read and append, or fold and store, or zeros.
 
@@ -94,7 +94,9 @@ def step_kernel(
                 OUTPUT,
                 True,
             )
-        q, k, rk, g, beta = activate(inputs, ring_k_ptr, scale, RAW_GATES, NEGATIVE, L2NORM, EPS)
+        q, k, rk, g, beta, factor = activate(
+            inputs, ring_k_ptr, scale, RAW_GATES, NEGATIVE, L2NORM, EPS
+        )
         first = i_t == 0
         of_key = first & (i_h % PER == 0)
         tl.store(ring_k + valid * (HK * K) + n, k, mask=(n < K) & of_key)
@@ -104,9 +106,10 @@ def step_kernel(
         v = v.to(ring_v_ptr.dtype.element_ty)
         tl.store(ring_v + valid * (HV * V) + row, v, mask=row_ok)
         push_back(
-            q, k, rk, g, beta, valid, ring_k, ring_rk, ring_g, ring_beta, sign_ptr,
+            q, k, rk, g, beta, factor, q_ptr + i_b * q_stride + i_k * K,
+            k_ptr + i_b * k_stride + i_k * K, valid, ring_k, ring_rk, ring_g, ring_beta, sign_ptr,
             scratch_ptr + unit * (LP * LP + LP + KP), c_ptr + unit * K, top_ptr + unit,
-            w_ptr + unit * L, HK, HV, K, L, KP, LP, 1, 1, GW, OUTPUT, MATRIX, ROTATE,
+            w_ptr + unit * L, HK, HV, K, L, KP, LP, 1, 1, GW, OUTPUT, MATRIX, ROTATE, WORDS,
         )  # fmt: skip
         tl.debug_barrier()  # other lanes read what this program has just written
         weights = w_ptr + unit * L
@@ -123,7 +126,9 @@ def step_kernel(
             HV, K, V, WP, LPR, ROWS, TILES, OUTPUT, MATRIX,
         )  # fmt: skip
     else:
-        q, k, rk, g, beta = activate(inputs, ring_k_ptr, scale, RAW_GATES, NEGATIVE, L2NORM, EPS)
+        q, k, rk, g, beta, factor = activate(
+            inputs, ring_k_ptr, scale, RAW_GATES, NEGATIVE, L2NORM, EPS
+        )
         keys, query = keys_ptr + unit * (L * K), query_ptr + unit * K
         gate, rate = gate_ptr + unit * GW, rate_ptr + unit
         left, right = left_ptr + unit * (2 * LP * KP), right_ptr + unit * (2 * LP * KP)

@@ -73,7 +73,7 @@ class LaunchConfig:
 
 
 WINDOW_PROGRAMS = 8
-"""Programs that prepare flushes, for each multiprocessor."""
+"""Warps that prepare flushes, for each multiprocessor."""
 
 _FEW = {"flush_registers": 168}
 _MANY = {"flush": 12, "flush_registers": 168, "beside": 1}
@@ -141,6 +141,14 @@ def _row_strided(name: str, t: torch.Tensor, device: torch.device) -> torch.Tens
     if not t.is_floating_point():
         raise TypeError(f"{name} is {t.dtype}; it must be a floating-point tensor")
     return t if t[:1].is_contiguous() else t.contiguous()
+
+
+def _in_words(*tensors: torch.Tensor) -> bool:
+    """True if these are of one 16-bit type, and Triton may load 16 bytes of a row at once."""
+    one = tensors[0].dtype
+    return one in (torch.bfloat16, torch.float16) and all(
+        t.dtype == one and t.data_ptr() % 16 == 0 and t.stride(0) % 16 == 0 for t in tensors
+    )
 
 
 # torch.compile takes no graph whose inputs change and share a storage, as the planes of a page do
@@ -237,11 +245,15 @@ def _run(
         "top_ptr": empty(batch, heads, device=device),
         "w_ptr": empty(batch, heads, length, device=device),
     }
+    words = (
+        PTX.value and n == 128 and window == 16 and gate_width == 1
+        and (single or per_key <= 4) and _in_words(views.ring_k, q, k)
+    )  # fmt: skip
     shorter = max(4, triton.next_power_of_2(length))  # the window that is read
     if single:
         step_kernel[(batch * heads,)](
             y_ptr=out, y_stride=out.stride(0), WP=padded // 8, LPR=shorter, ROWS=block,
-            MATRIX=matrix, num_warps=1 if matrix else launch_warps(n), num_stages=1,
+            MATRIX=matrix, WORDS=words, num_warps=1 if matrix else launch_warps(n), num_stages=1,
             **inputs, **stored, **folding, **reading, **planes, **plane_sizes,
         )  # fmt: skip
         return
@@ -254,8 +266,16 @@ def _run(
         cores = multiprocessors(device)
         made = {name: value for name, value in folding.items() if name != "scratch_ptr"}
         programs = min(tiles, launch.flush * cores)
-        window_kernel[(min(batch * hv, WINDOW_PROGRAMS * cores) + 1,)](
-            list_ptr=listed, batch=batch, DOT=dot, num_warps=1, num_stages=1, **inputs, **made
+        warps = 1
+        window_kernel[(min(batch * hv, WINDOW_PROGRAMS // warps * cores) + 1,)](
+            list_ptr=listed,
+            batch=batch,
+            DOT=dot,
+            WARPS=warps,
+            num_warps=warps,
+            num_stages=1,
+            **inputs,
+            **made,
         )
         flush_kernel[(programs,)](
             APART=cores if launch.near and programs % cores == 0 else 1,
@@ -280,13 +300,14 @@ def _run(
     if launch.own and matrix:
         read_kernel[(batch * hk,)](
             y_ptr=out, y_stride=out.stride(0), PERP=per_padded, LPR=shorter, ROWS=block,
-            BULK=start, num_warps=1, num_stages=1, **inputs, **reading, **copy,
+            WORDS=words, BULK=start, num_warps=1, num_stages=1, **inputs, **reading, **copy,
             **register_limit(launch.registers),
         )  # fmt: skip
     else:
         prepare_kernel[(batch, hk)](
             VP=triton.next_power_of_2(width), PERP=per_padded, OUTPUT=plane_sizes["OUTPUT"],
-            MATRIX=matrix, EARLY=start, num_warps=1, num_stages=1, **inputs, **reading,
+            MATRIX=matrix, WORDS=words, EARLY=start, num_warps=1, num_stages=1, **inputs,
+            **reading,
         )  # fmt: skip
         blocks = launch.blocks * launch.rows // block
         given = {name: value for name, value in reading.items() if name != "scratch_ptr"}
