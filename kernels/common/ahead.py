@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 OURS = __name__.split(".")[0] + "."
 MOST = 32
 """Threads, at most."""
@@ -69,9 +71,15 @@ def first_alone(name: str) -> Iterator[bool]:
         yield alone
 
 
+def _load(kernel: Any) -> None:
+    """Compile a kernel's launcher, and load its binary on the current device."""
+    with contextlib.suppress(Exception):  # its launch fails in the same way
+        kernel.run  # noqa: B018  (a property that does it)
+
+
 @contextlib.contextmanager
 def compile_ahead(threads: int | None = None) -> Iterator[Ahead]:
-    """Within it kernels of this package are compiled and not run; all are compiled when it ends.
+    """Within it kernels of this package are compiled and not run; all are loaded when it ends.
 
     Others run as ever. threads: by default the cores of this process but one, at most ``MOST``.
     Raises RuntimeError where ``can_compile_ahead`` is False.
@@ -89,7 +97,10 @@ def compile_ahead(threads: int | None = None) -> Iterator[Ahead]:
         ours = self.fn.__module__.startswith(OURS)
         return run(self, *args, grid=grid, warmup=warmup or ours, **kwargs)
 
-    with ThreadPoolExecutor(found.threads) as pool:
+    # a thread has a current device of its own
+    device = (torch.cuda.current_device(),) if torch.cuda.is_initialized() else ()
+    begin = torch.cuda.set_device if device else None
+    with ThreadPoolExecutor(found.threads, initializer=begin, initargs=device) as pool:
         mode = AsyncCompileMode(pool, ignore_errors=True)
         jit.JITFunction.run = compile_only
         try:
@@ -97,6 +108,8 @@ def compile_ahead(threads: int | None = None) -> Iterator[Ahead]:
                 yield found
         finally:
             jit.JITFunction.run = run
-    problems = [future.exception() for future in mode.raw_futures]
+        problems = [future.exception() for future in mode.raw_futures]
+        done = zip(mode.raw_futures, problems, strict=True)
+        list(pool.map(_load, [future.result() for future, problem in done if problem is None]))
     found.errors = [f"{type(e).__name__}: {e}" for e in problems if e is not None]
     found.kernels, found.seconds = len(problems), time.perf_counter() - start

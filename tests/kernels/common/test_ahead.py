@@ -30,7 +30,12 @@ class Target:
     def get_current_stream(self, device):
         return 0
 
+    def launcher_cls(self, src, metadata):
+        launchers.append(metadata.name)
+        raise RuntimeError("nothing to run on")
 
+
+launchers = []
 driver._active = Target()
 compiled, run, compile_one = [], jit.JITFunction.run, jit.JITFunction._do_compile
 
@@ -65,7 +70,7 @@ steps([4, 8], 128, warmup=True)
 print(json.dumps({
     "ahead": ahead, "late": compiled[len(ahead):], "kernels": found.kernels,
     "threads": found.threads, "seconds": found.seconds, "errors": found.errors,
-    "restored": jit.JITFunction.run is run,
+    "restored": jit.JITFunction.run is run, "launchers": launchers,
 }))
 """
 
@@ -80,6 +85,7 @@ def test_what_was_compiled_ahead_is_not_compiled_again(tmp_path: Path) -> None:
     assert found["late"] == [] and found["kernels"] == 4 and found["threads"] == 2
     assert len(found["errors"]) == 1 and "power of 2" in found["errors"][0]
     assert found["seconds"] > 0 and found["restored"]
+    assert sorted(found["launchers"]) == ["_decode_rows_kernel"] * 2 + ["_move_rows_kernel"]
 
 
 def test_the_first_process_compiles_for_the_others(
