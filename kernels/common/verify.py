@@ -280,7 +280,8 @@ class LaunchConfig:
     """How a verify step is launched.
 
     rows: of a block (a power of two from 16 on; a head's at most); warps: of a program without
-    matrix units. With them, heads: of a program, at most (Mamba-2); blocks: of a program (GDN);
+    matrix units. With them, heads: of a program, at most (for Mamba-2 one that reads, for GDN one
+    that prepares); blocks: of a program (GDN);
     ahead: 1 to load the next block while one is worked on; registers: of a thread, at most.
     solve: 1 to push queries back through a window by one small system, 0 token by token (GDN).
     fused: 1 to fold the rows that flush in the launch that reads, each block of rows by the program

@@ -259,7 +259,7 @@ def verify_prepare_kernel(
     ring_k_ptr, ring_g_ptr, ring_beta_ptr, ring_rk_ptr,
     slot_ptr, valid_ptr, flush_ptr, count_ptr, ancestors_ptr,  # [b]; ancestors [b, T]
     c_ptr, top_ptr, w_ptr,  # queries of [b, HV], fp32 [b, HV, T], fp32 [b, HV, T, LP + T]
-    scratch_ptr,  # SOLVE: fp32 [b, HK, LP LP + T (PER (KP + 1) + 2)]
+    scratch_ptr,  # SOLVE: fp32 [b, HV / PER, LP LP + T (PER (KP + 1) + 2)]
     # FUSED: where rows that flush leave what joins the ring: [b, T, HK, K], [b, T, HV] twice,
     # [b, T, HK]
     new_k_ptr, new_g_ptr, new_beta_ptr, new_rk_ptr,
@@ -270,9 +270,9 @@ def verify_prepare_kernel(
     LENGTH: tl.constexpr, GW: tl.constexpr, SOLVE: tl.constexpr,
     RAW_GATES: tl.constexpr, NEGATIVE: tl.constexpr, L2NORM: tl.constexpr, EPS: tl.constexpr,
     ROTATE: tl.constexpr, TREE: tl.constexpr, OUTPUT: tl.constexpr, MATRIX: tl.constexpr,
-    EARLY: tl.constexpr, PART: tl.constexpr, FUSED: tl.constexpr,
+    EARLY: tl.constexpr, PART: tl.constexpr, FUSED: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
-    """What does not touch the state, one program a key head and row; appends all but v.
+    """What does not touch the state, of PER value heads of a key head and row; appends all but v.
 
     Pushes the queries of all tokens back through what each sees. The result is a query of the copy
     for each token, divided by its largest magnitude (``top``), and the weights of the committed v
@@ -321,9 +321,10 @@ def verify_prepare_kernel(
         rk = tl.rsqrt(squares + EPS)
         q_scale = q_scale * tl.rsqrt(tl.sum(q * q, 1) + EPS)
     tl.store(ring_rk + (base + t) * HK, rk, mask=t_ok)
-    PER: tl.constexpr = HV // HK
+    PARTS: tl.constexpr = HV // HK // PER
+    first = (i_k * PARTS + tl.program_id(2)) * PER
     for h in range(PER):
-        head = i_k * PER + h
+        head = first + h
         beta = tl.load(beta_ptr + i_b * beta_stride + t * beta_token + head, mask=t_ok, other=0.0)
         beta = beta.to(tl.float32)
         gate = n[None, :] % GW
@@ -351,7 +352,9 @@ def verify_prepare_kernel(
             )  # fmt: skip
             _store_all(r, 1.0, c_ptr, top_ptr, row, sign_ptr, K, KP, ROTATE, OUTPUT, MATRIX)
     if SOLVE:
-        scratch = scratch_ptr + (i_b * HK + i_k) * (LP * LP + TOKENS * (PER * (KP + 1) + 2))
+        scratch = scratch_ptr + (i_b * HV + first) // PER * (
+            LP * LP + TOKENS * (PER * (KP + 1) + 2)
+        )
         of_tokens = scratch + LP * LP + TOKENS * PER * KP
         tl.store(of_tokens + t, squares)
         tl.store(of_tokens + TOKENS + t, q_scale)
@@ -370,7 +373,7 @@ def verify_prepare_kernel(
         tl.store(scratch + entry[:, None] * LP + entry[None, :], gram)
         start = tl.trans(_products(keys, q_raw)) * q_scale[:, None]
         for h in range(PER):
-            head = i_k * PER + h
+            head = first + h
             row = i_b * HV + head
             tl.debug_barrier()
             moved, fade = _solve_paths(
@@ -389,8 +392,8 @@ def verify_prepare_kernel(
             tl.debug_barrier()
             _rotate_queries(
                 q_ptr + i_b * q_stride + i_k * K, q_token, count, sign_ptr, scratch + LP * LP,
-                of_tokens + TOKENS, c_ptr + (i_b * HV + i_k * PER) * QUERY_WORDS,
-                top_ptr + (i_b * HV + i_k * PER) * TOKENS, K, PER, ROTATE, OUTPUT,
+                of_tokens + TOKENS, c_ptr + (i_b * HV + first) * QUERY_WORDS,
+                top_ptr + (i_b * HV + first) * TOKENS, K, PER, ROTATE, OUTPUT,
             )  # fmt: skip
     if FUSED and EARLY:
         wait_for_previous()
@@ -680,8 +683,12 @@ def verify_matrix_kernel(
             )  # fmt: skip
 
 
-LAUNCH: tuple[tuple[int, LaunchConfig], ...] = ((1, LaunchConfig()),)
-"""(smallest batch, launch configuration), ascending. Not tuned: Mamba-2's choice."""
+LAUNCH: tuple[tuple[int, LaunchConfig], ...] = (
+    (1, LaunchConfig(heads=1)),
+    (16, LaunchConfig(heads=8)),
+)
+"""(smallest batch, launch configuration), ascending. Mamba-2's choice; few sequences leave
+room for a program a value head."""
 
 
 def launch_for(batch: int) -> LaunchConfig:
@@ -764,8 +771,9 @@ def _run(
         "TREE": rows.ancestors is not None,
     }  # fmt: skip
     solve = bool(chosen.solve) and gate_width == 1 and lp <= 32 and n >= 16
-    per_key = lp * lp + TOKENS.value * (hv // hk * (padded + 1) + 2)
-    room = batch * hk * per_key if solve else 1
+    per = divisor_up_to(hv // hk, chosen.heads)  # of a program that prepares
+    owned = lp * lp + TOKENS.value * (per * (padded + 1) + 2)
+    room = batch * hv // per * owned if solve else 1
     scratch = torch.empty(room, device=device)
     steps = {
         f"{name}_{of}": stride
@@ -811,14 +819,14 @@ def _run(
                 num_warps=1 if config.rotate else 4, num_stages=1, **window,
                 **_ring_arguments(views),
             )  # fmt: skip
-        verify_prepare_kernel[(hk, batch)](
+        verify_prepare_kernel[(hk, batch, hv // hk // per)](
             q, k, g, beta, A_log, dt_bias, sign,
             scale=n**-0.5 if scale is None else float(scale), HK=hk, KP=padded, GW=gate_width,
             LENGTH=length, SOLVE=solve, scratch_ptr=scratch,
             RAW_GATES=weights is not None, NEGATIVE=negative, L2NORM=l2norm, EPS=NORM_EPS,
             ROTATE=config.rotate, MATRIX=matrix, EARLY=start, PART=part,
-            FUSED=fused, num_warps=1, num_stages=1, **register_limit(168), **early(start and fused),
-            **late, **common, **steps,
+            FUSED=fused, PER=per, num_warps=1, num_stages=1, **register_limit(168),
+            **early(start and fused), **late, **common, **steps,
             **_ring_arguments(views, ("ring_k", "ring_g", "ring_beta", "ring_rk")),
         )  # fmt: skip
         if matrix:
