@@ -40,17 +40,21 @@ def rotate_rows(x, sign_ptr, ROWS: tl.constexpr, K: tl.constexpr, KP: tl.constex
                 LANES: tl.constexpr = False):  # fmt: skip
     """x R for rows [ROWS, KP] in natural order, zero beyond K; signs carry the 1 / sqrt(block).
 
-    LANES: the program is one warp and a lane holds four neighbours of a row, as loads of four
+    LANES: a row is one warp's and a lane holds four neighbours of it, as loads of four
     elements or of one row of 128 leave them; then K = 128 takes no gathers. The bits are the same.
     """
     n = tl.arange(0, KP)[None, :]
-    x = x * tl.load(sign_ptr + n, mask=n < K, other=0.0)
     if PTX and LANES and K == 128:
+        # in the shape of x: of several warps a row of its own would be shared out otherwise, and
+        # Triton would then make the butterfly for that layout, too, where lanes hold other elements
+        n = tl.broadcast_to(n, [ROWS, KP])
+        x = x * tl.load(sign_ptr + n)
         ASM: tl.constexpr = _butterfly_asm()
         return tl.inline_asm_elementwise(
             ASM[0], ASM[1], [x], dtype=tl.float32, is_pure=True, pack=4
         )
     else:
+        x = x * tl.load(sign_ptr + n, mask=n < K, other=0.0)
         n = tl.broadcast_to(n, [ROWS, KP])
         for stage in tl.static_range(8):
             if K % (2 << stage) == 0:  # the block is the largest power of two that divides K
