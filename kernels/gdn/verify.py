@@ -406,7 +406,7 @@ def verify_window_kernel(
     left_ptr, right_ptr, base_ptr, total_ptr,  # see prepare.window_kernel
     ring_k_stride, ring_v_stride, ring_g_stride, ring_beta_stride, ring_rk_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr,
-    LPF: tl.constexpr, ROTATE: tl.constexpr, EARLY: tl.constexpr,
+    LPF: tl.constexpr, ROTATE: tl.constexpr, EARLY: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """What the fold of a value head needs of the committed inputs, one program a head and row.
 
@@ -431,7 +431,7 @@ def verify_window_kernel(
         ring_beta_ptr + slot * ring_beta_stride + i_h,
         left_ptr + head * (2 * LPF * KP), right_ptr + key * (2 * LPF * KP),
         base_ptr + head * window_base(V, LPF), total_ptr + head, i_h % (HV // HK) == 0,
-        HK, HV, K, KP, V, ROTATE, LPF, False,
+        HK, HV, K, KP, V, ROTATE, LPF, False, WARPS,
     )  # fmt: skip
 
 
@@ -683,6 +683,9 @@ def verify_matrix_kernel(
             )  # fmt: skip
 
 
+WINDOW_WARPS = 4
+"""Of a program that makes a window: one would need more registers than a thread has."""
+
 LAUNCH: tuple[tuple[int, LaunchConfig], ...] = (
     (1, LaunchConfig(heads=1)),
     (16, LaunchConfig(heads=8)),
@@ -816,7 +819,7 @@ def _run(
             verify_window_kernel[(hv, batch)](
                 sign, slot_ptr=rows.slots, valid_ptr=rows.valid, flush_ptr=rows.flush,
                 HK=hk, HV=hv, K=n, KP=padded, V=values, LPF=lpf, ROTATE=config.rotate, EARLY=start,
-                num_warps=1 if config.rotate else 4, num_stages=1, **window,
+                WARPS=WINDOW_WARPS, num_warps=WINDOW_WARPS, num_stages=1, **window,
                 **_ring_arguments(views),
             )  # fmt: skip
         verify_prepare_kernel[(hk, batch, hv // hk // per)](
