@@ -120,6 +120,7 @@ def window_head(
     left, right, base, total, of_key,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr,
     ROTATE: tl.constexpr, LP: tl.constexpr, NEW: tl.constexpr = True, WARPS: tl.constexpr = 1,
+    k_row=None,
 ):  # fmt: skip
     """What the fold of one value head needs of its window: ``flush._fold_dot``.
 
@@ -127,7 +128,7 @@ def window_head(
     (without NEW there is none); the rings at the slot's first token and the key head or value head.
     Written at left (fp16 [2, LP, KP], ``row_place``), right (fp16 [2, LP, KP], only if of_key),
     base (fp32 ``window_base``) and total; left and base also hold what it passes to itself.
-    The bits do not depend on the number of warps.
+    The bits do not depend on the number of warps; with several, k_row points at k.
     """
     token, n = tl.arange(0, LP), tl.arange(0, KP)
     old, now = token < valid, token == valid
@@ -135,14 +136,19 @@ def window_head(
     ONCE: tl.constexpr = 4 * WARPS  # keys
     for first in range(0, LP, ONCE):
         some = first + tl.arange(0, ONCE)
+        there = some < valid
+        of_ring = tl.load(ring_rk + some * HK, mask=there, other=0.0)
+        row = ring_k + some * (HK * K)
+        if NEW and WARPS > 1:  # no vector beside the tile, whose layout that would become
+            row = tl.where(some == valid, k_row, row)
+            there = some <= valid
+            of_ring = tl.where(some == valid, tl.sum(tl.sum(rk, 1), 0), of_ring)
         keys = tl.load(
-            ring_k + some[:, None] * (HK * K) + narrow,
-            mask=(some < valid)[:, None] & (narrow < K), other=0.0,
+            row[:, None] + narrow, mask=there[:, None] & (narrow < K), other=0.0
         ).to(tl.float32)  # fmt: skip
         # products are rounded apart: what a compiler fuses differs from kernel to kernel
-        of_ring = tl.load(ring_rk + some * HK, mask=some < valid, other=0.0)[:, None]
-        keys = rounded_product(keys, tl.broadcast_to(of_ring, [ONCE, KP]))
-        if NEW:
+        keys = rounded_product(keys, tl.broadcast_to(of_ring[:, None], [ONCE, KP]))
+        if NEW and WARPS == 1:
             mine = rounded_product(k.to(tl.float32), tl.broadcast_to(rk, [1, KP]))
             keys = tl.where((some == valid)[:, None], mine, keys)
         if ROTATE:
@@ -283,8 +289,8 @@ def activate(
     rk = tl.full([1, 1], 1.0, tl.float32)
     factor = rk * scale
     if L2NORM:
-        wide = k.to(tl.float32)
-        rk = tl.rsqrt(tl.sum(rounded_product(wide, wide), 1, keep_dims=True) + EPS)
+        wide = k.to(tl.float64)  # where no order of additions shows: the ring keeps this
+        rk = tl.rsqrt(tl.sum(wide * wide, 1, keep_dims=True).to(tl.float32) + EPS)
         factor = tl.rsqrt(tl.sum(q * q, 1, keep_dims=True) + EPS) * scale
     return q * factor, k, rk, g, beta, factor
 
@@ -708,7 +714,7 @@ def window_of(
     keys, query, gate, rate, left, right, base, total, of_key,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr,
     GW: tl.constexpr, ROTATE: tl.constexpr, DOT: tl.constexpr, LP: tl.constexpr,
-    NEW: tl.constexpr, WARPS: tl.constexpr = 1,
+    NEW: tl.constexpr, WARPS: tl.constexpr = 1, k_row=None,
 ):  # fmt: skip
     """All that the fold of one value head needs of its row: window, rotated query, gates.
 
@@ -717,15 +723,15 @@ def window_of(
     """
     n = tl.arange(0, KP)[None, :]
     n_ok = n < K
-    if NEW:
+    if NEW and of_key:
         turned = q
         if ROTATE:
             turned = rotate_rows(q, sign_ptr, 1, K, KP, WARPS == 1)
-        tl.store(query + n, turned, mask=n_ok & of_key)
+        tl.store(query + n, turned, mask=n_ok)
     if DOT:
         window_head(
             k, rk, g, beta, v_now, valid, sign_ptr, ring_k, ring_rk, ring_v, ring_g, ring_beta,
-            left, right, base, total, of_key, HK, HV, K, KP, V, ROTATE, LP, NEW, WARPS,
+            left, right, base, total, of_key, HK, HV, K, KP, V, ROTATE, LP, NEW, WARPS, k_row,
         )  # fmt: skip
     else:
         one = tl.zeros([1, 1], tl.int32)
@@ -794,6 +800,7 @@ def window_kernel(
             left_ptr + head * (2 * LP * KP), right_ptr + key * (2 * LP * KP),
             base_ptr + head * window_base(V, LP), total_ptr + head, i_h % PER == 0,
             HK, HV, K, KP, V, GW, ROTATE, DOT, LP, True, WARPS,
+            k_ptr + i_b * k_stride + i_k * K,
         )  # fmt: skip
         unit += programs
         row = nth_flush(slot_ptr, flush_ptr, batch, unit // HV, L == 1)

@@ -32,7 +32,7 @@ from ..common.launch import (
 from ..common.matrix import block_rows, matrix_path
 from ..common.planes import PTX
 from ..common.store import check_state_size, launch_warps, plane_arguments, rounding_sizes
-from .decode import read_kernel, readout_kernel
+from .decode import readout_kernel
 from .flush import flush_kernel, load_kernel
 from .prepare import keys_kernel, prepare_kernel, window_base, window_kernel
 from .reference import NORM_EPS, check_inputs
@@ -44,10 +44,9 @@ class LaunchConfig:
     """How a step is launched.
 
     rows: of a readout block; blocks: of a program; ahead: 1 to load the next block while one is
-    worked on; warps: of a readout program without matrix units. own: 1 where a program with matrix
-    units prepares for itself what the value heads of its key head read, all blocks of them (one
-    launch instead of two); registers: of one, at most.
+    worked on; warps: of a readout program without matrix units; registers: of one, at most.
 
+    window: warps of a program that prepares flushes (1, 2 or 4: several hold fewer registers each).
     flush: programs that flush for each multiprocessor; flush_registers: of one, at most; near: 1
     where those of a multiprocessor take neighbouring tiles; beside: 1 to flush on a stream beside
     the reads, 0 after them; dot_from: windows of at least this length
@@ -64,15 +63,15 @@ class LaunchConfig:
     warps: int = 1
     flush: int = 16
     flush_registers: int = 128
+    window: int = 1
     beside: int = 0
     near: int = 0
     dot_from: int = 5
     single: int = 0
-    own: int = 0
     registers: int = 255
 
 
-WINDOW_PROGRAMS = 8
+WINDOW_WARPS = 16
 """Warps that prepare flushes, for each multiprocessor."""
 
 _FEW = {"flush_registers": 168}
@@ -266,17 +265,11 @@ def _run(
         cores = multiprocessors(device)
         made = {name: value for name, value in folding.items() if name != "scratch_ptr"}
         programs = min(tiles, launch.flush * cores)
-        warps = 1
-        window_kernel[(min(batch * hv, WINDOW_PROGRAMS // warps * cores) + 1,)](
-            list_ptr=listed,
-            batch=batch,
-            DOT=dot,
-            WARPS=warps,
-            num_warps=warps,
-            num_stages=1,
-            **inputs,
-            **made,
-        )
+        warps = launch.window if dot and k.dtype == views.ring_k.dtype else 1
+        window_kernel[(min(batch * hv, WINDOW_WARPS // warps * cores) + 1,)](
+            list_ptr=listed, batch=batch, DOT=dot, WARPS=warps, num_warps=warps, num_stages=1,
+            **inputs, **made, **register_limit(96 if warps > 1 else 255),
+        )  # fmt: skip
         flush_kernel[(programs,)](
             APART=cores if launch.near and programs % cores == 0 else 1,
             list_ptr=listed, v_ptr=v, v_stride=v.stride(0), PER=per_key, GW=gate_width, LP=window,
@@ -297,28 +290,21 @@ def _run(
     copy = {name + end: planes[name + end] for name in names for end in ("_ptr", "_stride")}
     copy |= {s: plane_sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES", "OUTPUT")}
     start = starts_early(device)
-    if launch.own and matrix:
-        read_kernel[(batch * hk,)](
-            y_ptr=out, y_stride=out.stride(0), PERP=per_padded, LPR=shorter, ROWS=block,
-            WORDS=words, BULK=start, num_warps=1, num_stages=1, **inputs, **reading, **copy,
-            **register_limit(launch.registers),
-        )  # fmt: skip
-    else:
-        prepare_kernel[(batch, hk)](
-            VP=triton.next_power_of_2(width), PERP=per_padded, OUTPUT=plane_sizes["OUTPUT"],
-            MATRIX=matrix, WORDS=words, EARLY=start, num_warps=1, num_stages=1, **inputs,
-            **reading,
-        )  # fmt: skip
-        blocks = launch.blocks * launch.rows // block
-        given = {name: value for name, value in reading.items() if name != "scratch_ptr"}
-        readout_kernel[(batch * hv * triton.cdiv(width, block * blocks),)](
-            flush_ptr=rows.flush, LP=shorter, ROWS=block, BLOCKS=blocks, MATRIX=matrix,
-            EARLY=start, AHEAD=bool(launch.ahead) and matrix,
-            num_warps=1 if matrix else launch.warps,
-            **given, **copy, **early(start), **_ring_arguments(views, ("ring_v",)),
-            **{name: value for name, value in common.items() if name != "HK"},
-            **register_limit(launch.registers),
-        )  # fmt: skip
+    prepare_kernel[(batch, hk)](
+        VP=triton.next_power_of_2(width), PERP=per_padded, OUTPUT=plane_sizes["OUTPUT"],
+        MATRIX=matrix, WORDS=words, EARLY=start, num_warps=1, num_stages=1, **inputs,
+        **reading,
+    )  # fmt: skip
+    blocks = launch.blocks * launch.rows // block
+    given = {name: value for name, value in reading.items() if name != "scratch_ptr"}
+    readout_kernel[(batch * hv * triton.cdiv(width, block * blocks),)](
+        flush_ptr=rows.flush, LP=shorter, ROWS=block, BLOCKS=blocks, MATRIX=matrix,
+        EARLY=start, AHEAD=bool(launch.ahead) and matrix,
+        num_warps=1 if matrix else launch.warps,
+        **given, **copy, **early(start), **_ring_arguments(views, ("ring_v",)),
+        **{name: value for name, value in common.items() if name != "HK"},
+        **register_limit(launch.registers),
+    )  # fmt: skip
     if launch.beside:
         rejoin(device)
     else:

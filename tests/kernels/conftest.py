@@ -354,5 +354,10 @@ def codes_of():
 
 
 @pytest.fixture
+def scales_agree():
+    return same_scales
+
+
+@pytest.fixture
 def replaced():
     return dataclasses.replace

@@ -34,8 +34,9 @@ CHANGES = {
     "gdn": (
         {"rows": 32, "blocks": 2},
         {"rows": 32, "blocks": 2, "ahead": 1},
-        {"own": 1, "rows": 32},
-        {"own": 1, "rows": 64, "registers": 112},
+        {"rows": 64, "registers": 112},
+        {"window": 2},
+        {"window": 4},
         {"beside": 1, "flush": 3},
         {"near": 1},
         {"flush_registers": 255},

@@ -206,11 +206,12 @@ def gdn_case() -> type[GdnCase]:
 
 
 @pytest.fixture
-def gdn_check(codes_of, rms):
+def gdn_check(codes_of, scales_agree, rms):
     """Take a step with Triton and with the float64 reference, and compare everything.
 
     y by relative RMS, apart for rows that read and rows that flush; checkpoint codes by how many
-    differ, each by one step; the copy bit for bit with the checkpoint that the kernel itself wrote;
+    differ, each by one step, where the scales of their blocks agree; the copy bit for bit with the
+    checkpoint that the kernel itself wrote;
     the ring's new row; every other byte of the pool bit for bit.
     """
 
@@ -232,8 +233,10 @@ def gdn_check(codes_of, rms):
                 b = codes_of(exact.views, case.config, flushed)
                 # far below a row's largest value a float's step is smaller than the sums' error
                 far = (stored - expected).abs() > 2e-6 * expected.abs().amax(-1, keepdim=True)
-                assert not ((a - b).abs() > 1)[far].any()
-                assert int((a != b).sum()) <= max(2, flips * a.numel())
+                same = scales_agree(ours.views, exact.views, case.config, flushed, a.shape)
+                assert int((~same).sum()) <= max(64, 1e-3 * a.numel())
+                assert not ((a - b).abs() > 1)[far & same].any()
+                assert int(((a != b) & same).sum()) <= max(2, flips * a.numel())
             assert torch.isfinite(stored).all()
             assert rms(stored, expected) <= state
             if case.config.output is not None:
