@@ -14,7 +14,6 @@ from functools import lru_cache
 
 import torch
 import triton
-import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .planes import PTX
@@ -30,32 +29,6 @@ def dependents_may_start():
 def wait_for_previous():
     """Wait until the launch before has ended and its writes are seen."""
     gdc_wait()
-
-
-@triton.jit
-def prefetch_run(ptr, BYTES: tl.constexpr, BULK: tl.constexpr):
-    """Ask for BYTES from a pointer on ahead of use, into the L2; a part of sixteen may be left out.
-
-    BULK: by one instruction (compute capability 9.0 and later).
-    """
-    if not PTX:
-        pass
-    elif BULK:
-        if BYTES >= 16:
-            tl.inline_asm_elementwise(
-                "{ .reg .pred p; .reg .b32 t; .reg .b64 a; mov.u32 t, %tid.x; "
-                "setp.eq.u32 p, t, 0; and.b64 a, $1, -16; "
-                "@p cp.async.bulk.prefetch.L2.global [a], $2; mov.b32 $0, 0; }",
-                "=r,l,r", [ptr.to(tl.int64), BYTES // 16 * 16], dtype=tl.int32,
-                is_pure=False, pack=1,
-            )  # fmt: skip
-    else:
-        LINES: tl.constexpr = triton.next_power_of_2((BYTES + 63) // 64)
-        at = tl.minimum(tl.arange(0, LINES) * 64, BYTES - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptr.to(tl.int64) + at],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
 
 
 @lru_cache(maxsize=32)

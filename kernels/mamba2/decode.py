@@ -14,7 +14,6 @@ import triton.language as tl
 from ..common.launch import wait_for_previous
 from ..common.matrix import block_dot, fetch_block, load_operand, load_weights
 from ..common.readout import copy_dot, load_stored
-from .prepare import ask_later
 
 
 @triton.jit
@@ -89,7 +88,7 @@ def answer_block(
     tl.store(out, y.to(y_ptr.dtype.element_ty), mask=row_ok)
 
 
-@triton.jit(do_not_specialize=("reach",))
+@triton.jit
 def readout_kernel(
     # inputs, [b, ...] with a row stride each, contiguous within a row
     x_ptr, z_ptr, y_ptr, D_ptr,  # D [H, P]
@@ -98,10 +97,9 @@ def readout_kernel(
     weight_ptr, c_ptr, top_ptr,  # see prepare_kernel
     x_stride, z_stride, y_stride, ring_x_stride,
     copy_stride, copy_scale_stride, copy_tile_stride,
-    reach,
     H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
     WP: tl.constexpr, LP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
-    AHEAD: tl.constexpr, REACHES: tl.constexpr,
+    AHEAD: tl.constexpr, SHARED: tl.constexpr,
     COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
     OUTPUT: tl.constexpr, MATRIX: tl.constexpr, D_ROWS: tl.constexpr, HAS_Z: tl.constexpr,
     EARLY: tl.constexpr,
@@ -110,32 +108,29 @@ def readout_kernel(
     window, and x joins the ring.
 
     ROWS rows at a time, counted through the heads; AHEAD (matrix units only): those of the next
-    block are loaded while one is worked on. REACHES: it asks for what the unit ``reach`` further on
-    will load (1: line by line, 2: in bulk); ``prepare_kernel`` does for the first ones. D_ROWS: D
-    is absent, or with the weights (0, 1), or [H, P] (2). EARLY: the launch before may still be
-    running.
+    block are loaded while one is worked on. SHARED (matrix units only): a unit is one such block of
+    a group's rows, whose heads it may share with its neighbours. D_ROWS: D is absent, or with the
+    weights (0, 1), or [H, P] (2). EARLY: the launch before may still be running.
     """
     unit = tl.program_id(0)
-    PARTS: tl.constexpr = H // G // HEADS
+    LIMIT: tl.constexpr = ROWS if SHARED else HEADS * R  # rows of a program
+    PARTS: tl.constexpr = H // G * R // LIMIT
     i_p, i_g, i_b = unit % PARTS, unit // PARTS % G, (unit // (PARTS * G)).to(tl.int64)
     slot = tl.load(slot_ptr + i_b).to(tl.int64)
     flush = tl.load(flush_ptr + i_b).to(tl.int32)
     valid = tl.load(valid_ptr + i_b)
-    if REACHES > 0:
-        later = unit + reach
-        i_later = (tl.minimum(later, tl.num_programs(0) - 1) // (PARTS * G)).to(tl.int64)
-        slot_later = tl.load(slot_ptr + i_later).to(tl.int64)
-        flush_later = tl.load(flush_ptr + i_later).to(tl.int32)
-        reads_later = (later < tl.num_programs(0)) & (slot_later >= 0) & (flush_later == 0)
-        valid_later = tl.load(valid_ptr + i_later)
-    first = i_g * (H // G) + i_p * HEADS  # the program's first head
-    LIMIT: tl.constexpr = HEADS * R
+    # the program's rows count from ``start`` on, through the heads from ``first`` on
+    first = i_g * (H // G)
+    start = i_p * LIMIT
+    if not SHARED:
+        first += i_p * HEADS
+        start = 0
     BLOCKS: tl.constexpr = (LIMIT + ROWS - 1) // ROWS
     if slot < 0:
         for k in range(BLOCKS):
             row = k * ROWS + tl.arange(0, ROWS)
             zero = tl.zeros([ROWS], y_ptr.dtype.element_ty)
-            tl.store(y_ptr + i_b * y_stride + first * R + row, zero, mask=row < LIMIT)
+            tl.store(y_ptr + i_b * y_stride + first * R + start + row, zero, mask=row < LIMIT)
     reads = (slot >= 0) & (flush == 0)
     if reads:
         code = copy_ptr + slot * copy_stride + first * COPY_HEAD
@@ -146,20 +141,18 @@ def readout_kernel(
         inputs = i_b * x_stride + first * R
         c = c_ptr + (i_b * G + i_g) * N
         codes, scales, past = (), (), ()
+        # of these, what a block needs lies side by side through all heads (SHARED: R % 16 == 0)
+        codes_at = code + start * (COPY_HEAD // R)
+        scales_at = scale + start * (COPY_SCALE_HEAD // R)
+        tiles_at = tile + start // 16
+        past_at = ring_x + start
         if MATRIX:
             codes, scales, past = fetch_block(
-                code, scale, tile, ring_x, 0, LIMIT, valid, R, N, TILES, H * R, LP, ROWS, OUTPUT
-            )
+                codes_at, scales_at, tiles_at, past_at, 0, LIMIT, valid,
+                R, N, TILES, H * R, LP, ROWS, OUTPUT,
+            )  # fmt: skip
         row = tl.arange(0, ROWS)
-        x = tl.load(x_ptr + inputs + row, mask=row < LIMIT, other=0.0)
-        if REACHES > 0:
-            if reads_later:
-                ask_later(
-                    later, slot_later, valid_later,
-                    copy_ptr, copy_scale_ptr, copy_tile_ptr, ring_x_ptr,
-                    copy_stride, copy_scale_stride, copy_tile_stride, ring_x_stride,
-                    H, R, LP, HEADS, COPY_HEAD, COPY_SCALE_HEAD, TILES, OUTPUT, REACHES == 2,
-                )  # fmt: skip
+        x = tl.load(x_ptr + inputs + start + row, mask=row < LIMIT, other=0.0)
         if EARLY:
             wait_for_previous()
         if MATRIX:
@@ -167,38 +160,44 @@ def readout_kernel(
         else:
             c = load_stored(c, N, WP, OUTPUT)
         top = tl.load(top_ptr + i_b * G + i_g)
-        w, decay, weight_now = ask_weights(weights, 0, LIMIT, valid, R, LP, ROWS, MATRIX)
+        end = start + LIMIT
+        w, decay, weight_now = ask_weights(weights, start, end, valid, R, LP, ROWS, MATRIX)
         for k in tl.static_range(BLOCKS):
             row = k * ROWS + tl.arange(0, ROWS)
             row_ok = row < LIMIT
             if k > 0 and not AHEAD:
                 if MATRIX:
                     codes, scales, past = fetch_block(
-                        code, scale, tile, ring_x, k * ROWS, LIMIT, valid,
+                        codes_at, scales_at, tiles_at, past_at, k * ROWS, LIMIT, valid,
                         R, N, TILES, H * R, LP, ROWS, OUTPUT,
                     )  # fmt: skip
                 w, decay, weight_now = ask_weights(
-                    weights, k * ROWS, LIMIT, valid, R, LP, ROWS, MATRIX
+                    weights, start + k * ROWS, end, valid, R, LP, ROWS, MATRIX
                 )
-                x = tl.load(x_ptr + inputs + row, mask=row_ok, other=0.0)
+                x = tl.load(x_ptr + inputs + start + row, mask=row_ok, other=0.0)
             if AHEAD and k + 1 < BLOCKS:  # the next block is on its way meanwhile
                 codes_next, scales_next, past_next = fetch_block(
-                    code, scale, tile, ring_x, (k + 1) * ROWS, LIMIT, valid,
+                    codes_at, scales_at, tiles_at, past_at, (k + 1) * ROWS, LIMIT, valid,
                     R, N, TILES, H * R, LP, ROWS, OUTPUT,
                 )  # fmt: skip
                 w_next, decay_next, weight_next = ask_weights(
-                    weights, (k + 1) * ROWS, LIMIT, valid, R, LP, ROWS, MATRIX
+                    weights, start + (k + 1) * ROWS, end, valid, R, LP, ROWS, MATRIX
                 )
                 row_next = (k + 1) * ROWS + tl.arange(0, ROWS)
-                x_next = tl.load(x_ptr + inputs + row_next, mask=row_next < LIMIT, other=0.0)
+                x_next = tl.load(
+                    x_ptr + inputs + start + row_next, mask=row_next < LIMIT, other=0.0
+                )
             answer_block(
                 codes, scales, past, code, scale, tile, ring_x, c, top, weights, w, decay,
-                weight_now, x, valid, row, row_ok, i_b, first, z_ptr, y_ptr, D_ptr,
+                weight_now, x, valid, start + row, row_ok, i_b, first, z_ptr, y_ptr, D_ptr,
                 z_stride, y_stride, H, R, N, WP, LP, ROWS, TILES, OUTPUT, MATRIX, D_ROWS, HAS_Z,
             )  # fmt: skip
             if AHEAD and k + 1 < BLOCKS:
                 codes, scales, past = codes_next, scales_next, past_next
                 w, decay, weight_now, x = w_next, decay_next, weight_next, x_next
+    else:
+        if EARLY:
+            wait_for_previous()
 
 
 @triton.jit

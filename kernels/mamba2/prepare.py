@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 
 from ..common.activation import softplus
-from ..common.fold import prefetch
 from ..common.hadamard import rotate_rows
-from ..common.launch import dependents_may_start, prefetch_run
+from ..common.launch import dependents_may_start
 from ..common.readout import store_vector
 
 
@@ -66,10 +65,12 @@ def prepare_heads(
     dt = ()
     for j in tl.static_range(LP):
         dt = dt + (tl.load(ring_dt_ptr + j * H + head, mask=head_ok & (j < valid), other=0.0),)
-    # C first, while the window is on its way
+    # C while the window is on its way. What reads memory after a barrier comes after it, and so
+    # does all that a compiler might otherwise wait for before it asks for the window
+    tl.debug_barrier()
     turned = C
     if ROTATE:
-        turned = rotate_rows(C, sign_ptr, 1, N, NP, True)
+        turned = rotate_rows(turned, sign_ptr, 1, N, NP, True)
     top = tl.max(tl.max(tl.abs(turned), 1), 0)
     tl.store(top_ptr, top)
     one = tl.zeros([1, 1], tl.int32)
@@ -102,32 +103,6 @@ def prepare_heads(
 
 
 @triton.jit
-def ask_later(
-    unit, slot, valid, copy_ptr, copy_scale_ptr, copy_tile_ptr, ring_x_ptr,
-    copy_stride, copy_scale_stride, copy_tile_stride, ring_x_stride,
-    H: tl.constexpr, R: tl.constexpr, LP: tl.constexpr, HEADS: tl.constexpr,
-    COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
-    OUTPUT: tl.constexpr, BULK: tl.constexpr,
-):  # fmt: skip
-    """Ask for what a unit of ``readout_kernel`` (HEADS heads, group, row) loads, into the L2."""
-    first = unit % (H // HEADS) * HEADS
-    code = copy_ptr + slot * copy_stride + first * COPY_HEAD
-    prefetch_run(code, HEADS * COPY_HEAD * 4, BULK)
-    if OUTPUT[3] != "none":
-        scale = copy_scale_ptr + slot * copy_scale_stride + first * COPY_SCALE_HEAD
-        SIZE: tl.constexpr = copy_scale_ptr.dtype.element_ty.primitive_bitwidth // 8
-        prefetch_run(scale, HEADS * COPY_SCALE_HEAD * SIZE, BULK)
-    if OUTPUT[3] == "block" and OUTPUT[5] == "e4m3":
-        tile = copy_tile_ptr + slot * copy_tile_stride + first * TILES
-        prefetch_run(tile, HEADS * TILES * 4, False)
-    token = tl.minimum(tl.arange(0, LP), tl.maximum(valid - 1, 0))
-    x = ring_x_ptr + slot * ring_x_stride + first * R + token * (H * R)
-    STEP: tl.constexpr = 512 // ring_x_ptr.dtype.element_ty.primitive_bitwidth  # 64 bytes
-    for k in tl.static_range((HEADS * R + STEP - 1) // STEP):
-        prefetch(x + k * STEP)
-
-
-@triton.jit(do_not_specialize=("reach",))
 def prepare_kernel(
     dt_ptr, B_ptr, C_ptr,  # [b, ...] with a row stride each, contiguous within a row
     A_ptr, D_ptr, bias_ptr,  # [H] fp32, [H], [H]
@@ -136,23 +111,17 @@ def prepare_kernel(
     ring_dt_ptr, ring_B_ptr,
     # fp32 [b, H, LP + 2], [b, G, LP], int32 [b, G, N], fp32 [b, G]
     weight_ptr, dot_ptr, c_ptr, top_ptr,
-    copy_ptr, copy_scale_ptr, copy_tile_ptr, ring_x_ptr,
     dt_stride, B_stride, C_stride, ring_dt_stride, ring_B_stride,
-    copy_stride, copy_scale_stride, copy_tile_stride, ring_x_stride,
-    reach,
-    H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, NP: tl.constexpr,
-    LP: tl.constexpr, PER: tl.constexpr, PERP: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, LP: tl.constexpr,
+    PER: tl.constexpr, PERP: tl.constexpr,
     OUTPUT: tl.constexpr, MATRIX: tl.constexpr, ROTATE: tl.constexpr,
     SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_D: tl.constexpr, EARLY: tl.constexpr,
-    COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
-    REACHES: tl.constexpr,
 ):  # fmt: skip
     """weights[h] of a row that does not flush: exp(a - a_j) dt_j B_j.C of the ring's tokens j, at
     LP the decay exp(a) of the whole window, at LP + 1 the weight of this token (and D, one a head,
     if HAS_D).
 
-    PER = H / G heads a group, PERP padded. EARLY: programs of the next launch may start. REACHES:
-    the first ``reach`` programs ask for what the next launch will read.
+    PER = H / G heads a group, PERP padded. EARLY: programs of the next launch may start.
     """
     if EARLY:
         dependents_may_start()
@@ -168,13 +137,6 @@ def prepare_kernel(
     if (slot < 0) | (flush != 0):
         return
     of = i_b * G + i_g
-    if REACHES > 0:
-        if of < reach:
-            ask_later(
-                of, slot, valid, copy_ptr, copy_scale_ptr, copy_tile_ptr, ring_x_ptr,
-                copy_stride, copy_scale_stride, copy_tile_stride, ring_x_stride,
-                H, R, LP, PER, COPY_HEAD, COPY_SCALE_HEAD, TILES, OUTPUT, REACHES == 2,
-            )  # fmt: skip
     prepare_heads(
         inputs, valid, True, True,
         ring_dt_ptr + slot * ring_dt_stride + first, ring_B_ptr + slot * ring_B_stride + i_g * N,

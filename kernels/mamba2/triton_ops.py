@@ -37,12 +37,10 @@ from .step import step_kernel
 class LaunchConfig:
     """How a step is launched.
 
-    heads: of a readout program, at most; rows: of a block; ahead: 1 to load the next block while
-    one is worked on; warps: of a readout program without matrix units; registers: of one of its
-    threads, at most (255: any number).
-
-    reach: a readout program asks, into the L2, for what the one so many KiB of copies further on
-    will read (0: for nothing); bulk: 1 to do so by bulk instructions where the GPU has them.
+    heads: of a readout program, at most, or 0: it takes one block of a group's rows, of whatever
+    heads (matrix units only); rows: of a block; ahead: 1 to load the next block while one is worked
+    on; warps: of a readout program without matrix units; registers: of one of its threads, at most
+    (255: any number).
 
     flush: programs that flush for each multiprocessor; flush_registers: of one, at most; beside: 1
     to flush on a stream beside the reads, 0 after them.
@@ -59,30 +57,35 @@ class LaunchConfig:
     flush_registers: int = 128
     beside: int = 0
     single: int = 0
-    reach: int = 0
-    bulk: int = 1
     registers: int = 255
 
 
 _SMALL = (
     (1, LaunchConfig(1, 16, single=1)),
-    (4, LaunchConfig(1, 64)),
+    (4, LaunchConfig(0, 64)),
 )
 LAUNCH: dict[int, tuple[tuple[int, LaunchConfig], ...]] = {
-    4: (*_SMALL, (32, LaunchConfig(2, 64, flush=12, beside=1))),
-    8: (*_SMALL, (32, LaunchConfig(2, 64, flush=12, beside=1))),
+    4: (
+        *_SMALL,
+        (32, LaunchConfig(0, 64, flush=12, flush_registers=168, beside=1, registers=128)),
+    ),
+    8: (*_SMALL, (32, LaunchConfig(0, 64, flush=8, beside=1, registers=96))),
     16: (*_SMALL, (32, LaunchConfig(4, 64, warps=2, flush=12, beside=1))),
     32: (*_SMALL, (32, LaunchConfig(4, 64, warps=2, flush=12, beside=1))),
 }
 """Bits of the readout's codes -> (smallest batch, launch configuration), ascending.
 
-4 bits from batch 32 on: within 1 % of the fastest of 18 in the mix at batch 256, nvfp4 + fp16 and
-P4+8 (NVIDIA H200, triton 3.6.0, Super geometry, commit 5593cff; beside 123 and 129 us, after the
-reads 129 and 130 us). Others are taken over from 4 bits, not tuned themselves. Batch 1: the fastest
-in the mix for nvfp4 + fp16 (same GPU and geometry, commit 75341f4: 4.7 us with 16 rows, 4.9 with
-32, 5.8 with 64, 8.8 in four launches). One launch prepares for each head and 16 rows anew, so it
-loses where the GPU is full; it was not timed beyond one sequence. At batch 8 the four launches are
-1.2x as fast as vLLM's fp32 step (commit 5593cff).
+The registers of a multiprocessor belong to its four schedulers, 16,384 each: a scheduler holds four
+one-warp programs of up to 128 registers, three of up to 168, five of up to 96.
+
+From batch 32 on flushes run beside the reads, as timed at batch 256 (NVIDIA H200, triton 3.6.0,
+commit d0d926b, nvfp4 + fp16, P4+8 and e4m3 on the Super geometry, the first two on Nano-4B's): with
+12 programs of 168 registers 99 us for nvfp4 + fp16, after the reads 109, with 128 registers 111; of
+P4+8 all from 8 to 16 programs lie within 2 %; e4m3 is fastest with 4 or 8 of 128 (100, 101 us).
+Batch 1: the fastest in the mix for nvfp4 + fp16 (same GPU and geometry, commit 75341f4: 4.7 us with
+16 rows, 4.9 with 32, 5.8 with 64, 8.8 in four launches). One launch prepares for each head and 16
+rows anew, so it loses where the GPU is full; it was not timed beyond one sequence. At batch 8 the
+four launches are 1.3x as fast as vLLM's fp32 step (commit d2ec0d0).
 """
 
 
@@ -236,19 +239,12 @@ def _run(
     if launch.beside:
         with beside(device):
             fold()
-    count = divisor_up_to(per_group, launch.heads)
-    reach = (launch.reach << 10) // max(1, count * p * n * config.readout.bits // 8)
-    names = ("copy", "copy_scale", "copy_tile")
     reading = {
         "weight_ptr": torch.empty(batch, heads, lp + 2, device=device),
         "c_ptr": torch.empty(batch, groups, n, dtype=torch.int32, device=device),
         "top_ptr": torch.empty(batch, groups, device=device),
         "slot_ptr": rows.slots, "valid_ptr": rows.valid, "flush_ptr": rows.flush,
-        "ring_x_ptr": ring_x, "ring_x_stride": ring_x.stride(0), "EARLY": start,
-        "H": heads, "G": groups, "R": p, "N": n, "LP": lp, "OUTPUT": sizes["OUTPUT"],
-        "REACHES": 1 + (launch.bulk and start) if reach else 0,
-        **{name + end: planes[name + end] for name in names for end in ("_ptr", "_stride")},
-        **{s: sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES")},
+        "H": heads, "G": groups, "N": n, "LP": lp, "OUTPUT": sizes["OUTPUT"], "EARLY": start,
     }  # fmt: skip
     prepare_kernel[(groups, batch)](
         dt, B, C, A, A if D is None else D, A if dt_bias is None else dt_bias,
@@ -257,20 +253,25 @@ def _run(
         dot_ptr=torch.empty(batch, groups, lp, device=device),
         dt_stride=dt.stride(0), B_stride=B.stride(0), C_stride=C.stride(0),
         ring_dt_stride=ring_dt.stride(0), ring_B_stride=ring_B.stride(0),
-        reach=triton.cdiv(reach * count, per_group),
         NP=padded, PER=per_group, PERP=triton.next_power_of_2(per_group),
         MATRIX=matrix, ROTATE=config.rotate, SOFTPLUS=dt_softplus, HAS_BIAS=dt_bias is not None,
         HAS_D=D is not None and D.ndim == 1, num_warps=1, **reading,
     )  # fmt: skip
-    readout_kernel[(batch * heads // count,)](
-        x, x if z is None else z, y, A if D is None else D,
+    block = block_rows(launch.rows, n, ring_x.dtype, config.readout) if matrix else launch.rows
+    shared = launch.heads == 0 and matrix and p % 16 == 0 and per_group * p % block == 0
+    count = divisor_up_to(per_group, max(1, launch.heads))
+    span = block if shared else count * p
+    names = ("copy", "copy_scale", "copy_tile")
+    copy = {name + end: planes[name + end] for name in names for end in ("_ptr", "_stride")}
+    readout_kernel[(batch * heads * p // span,)](
+        x, x if z is None else z, y, A if D is None else D, ring_x_ptr=ring_x,
         x_stride=x.stride(0), z_stride=0 if z is None else z.stride(0), y_stride=y.stride(0),
-        reach=reach, WP=wp, HEADS=count,
-        ROWS=block_rows(launch.rows, n, ring_x.dtype, config.readout) if matrix else launch.rows,
-        AHEAD=bool(launch.ahead) and matrix, MATRIX=matrix,
+        ring_x_stride=ring_x.stride(0), R=p, WP=wp, HEADS=count,
+        ROWS=block, AHEAD=bool(launch.ahead) and matrix, SHARED=shared, MATRIX=matrix,
         D_ROWS=0 if D is None else D.ndim, HAS_Z=z is not None,
-        num_warps=1 if matrix else launch.warps, **reading, **early(start),
+        num_warps=1 if matrix else launch.warps, **copy, **reading, **early(start),
         **register_limit(launch.registers),
+        **{s: sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES")},
     )  # fmt: skip
     if launch.beside:
         rejoin(device)

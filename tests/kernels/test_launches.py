@@ -23,9 +23,9 @@ CHANGES = {
     "mamba2": (
         {"heads": 1, "rows": 32},
         {"heads": 4, "rows": 64, "ahead": 1},
-        {"reach": 0, "registers": 255},
-        {"reach": 8, "bulk": 0, "registers": 112},
-        {"reach": 24},
+        {"registers": 255},
+        {"heads": 0, "registers": 128},
+        {"heads": 0, "rows": 32},
         {"beside": 1, "flush": 3},
         {"flush_registers": 255},
         {"single": 1, "rows": 16},
