@@ -39,7 +39,7 @@ def answer_block(
     tl.store(y + row, out.to(y.dtype.element_ty), mask=row_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=("slot_ptr", "valid_ptr", "flush_ptr"))
 def readout_kernel(
     c_ptr, top_ptr, w_ptr,  # see prepare_kernel
     ring_v_ptr, slot_ptr, valid_ptr, flush_ptr, y_ptr,

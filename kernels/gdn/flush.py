@@ -421,7 +421,10 @@ def flush_run(
         tile = fetch_tile_scale(next_pair, tile_ptr + slot * tile_stride + n_h * TILES, UPDATE)
 
 
-@triton.jit(do_not_specialize=("layer", "head_offset"))
+@triton.jit(
+    do_not_specialize=("layer", "head_offset"),
+    do_not_specialize_on_alignment=("slot_ptr", "valid_ptr", "position_ptr", "key_ptr"),
+)
 def flush_kernel(
     list_ptr, keys_ptr, query_ptr, gate_ptr, rate_ptr, v_ptr,  # see prepare_kernel
     left_ptr, right_ptr, base_ptr, total_ptr,  # with DOT

@@ -642,7 +642,7 @@ def append_scalars(
     tl.store(ring_rk + valid * HK + one, rk, mask=(one == 0) & of_key)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=("slot_ptr", "valid_ptr", "flush_ptr"))
 def prepare_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr,  # [b, ...], the row strides below
     A_log_ptr, dt_bias_ptr, sign_ptr,  # [HV], [HV], fp32 [K]
@@ -750,7 +750,10 @@ def window_of(
                 tl.store(keys + valid * K + n, key, mask=n_ok)
 
 
-@triton.jit(do_not_specialize=("batch",))
+@triton.jit(
+    do_not_specialize=("batch",),
+    do_not_specialize_on_alignment=("slot_ptr", "valid_ptr", "flush_ptr"),
+)
 def window_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr,  # [b, ...], the row strides below
     A_log_ptr, dt_bias_ptr, sign_ptr,  # [HV], [HV], fp32 [K]

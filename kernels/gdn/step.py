@@ -18,7 +18,16 @@ from .flush import flush_tile
 from .prepare import activate, append_scalars, ask_inputs, push_back, window_base, window_of
 
 
-@triton.jit(do_not_specialize=("layer", "head_offset"))
+@triton.jit(
+    do_not_specialize=("layer", "head_offset"),
+    do_not_specialize_on_alignment=(
+        "slot_ptr",
+        "valid_ptr",
+        "flush_ptr",
+        "position_ptr",
+        "key_ptr",
+    ),
+)
 def step_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, sign_ptr,  # see prepare_kernel
     ring_k_ptr, ring_v_ptr, ring_g_ptr, ring_beta_ptr, ring_rk_ptr,  # at slot 0
