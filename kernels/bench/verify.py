@@ -19,7 +19,7 @@ import math
 import sys
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -344,6 +344,151 @@ class NativeVerify:
         return out  # type: ignore[return-value]
 
 
+# --- upstream ReplaySSM ---------------------------------------------------------------------------
+
+UPSTREAM_WINDOW = 16
+"""Committed inputs that upstream's ring keeps; it folds them early where a step might not fit."""
+
+
+def load_upstream(text: str) -> dict[str, Callable[..., Any]]:
+    """FlashInfer's ``checkpointing_ssu`` by type of its state, from ``fp32=FILE,fp16=FILE``.
+
+    FILE is the module that FlashInfer builds for a geometry and T (``checkpointing_ssu_*.so`` in
+    its cache). Raises ValueError where it is not there.
+    """
+    found = {}
+    for part in text.split(","):
+        storage, _, file = part.partition("=")
+        if storage not in ("fp32", "fp16") or not Path(file).is_file():
+            raise ValueError(f"'{part}': give fp32=FILE or fp16=FILE, modules FlashInfer built")
+        module = importlib.import_module("tvm_ffi").load_module(file)
+        found[storage] = module["checkpointing_ssu"]
+    return found
+
+
+class UpstreamVerify:
+    """vLLM's step with ReplaySSM and drafts, by FlashInfer: one state read a step, and written by
+    the rows whose ring is full.
+
+    The ring keeps ``UPSTREAM_WINDOW`` committed inputs and T new ones; a row whose committed inputs
+    leave no room for T more folds them. Configurations: (two kernels or one, parts of a head).
+    """
+
+    configs = ((1, 1), (0, 1), (0, 2))
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        op: Op,
+        geometry: Any,
+        batch: int,
+        tokens: int,
+        storage: str,
+        device: torch.device,
+        sets: int = 0,
+    ):
+        self.function, self.tokens, self.batch = function, tokens, batch
+        self.pool = p = _Pool(op, geometry, batch, storage, device, sets=sets)
+        g, ring = geometry, UPSTREAM_WINDOW + tokens
+        self.ring = ring
+        draw = generator(7, device)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=draw, device=device).to(p.dtype)
+
+        count = p.state.shape[0]
+        self.x_ring = normal(count, g.heads, ring, g.rows)
+        self.B_ring = normal(count, g.groups, ring, g.n)
+        dt = normal(count, g.heads, ring).float() * 0.3
+        bias = p.weights["dt_bias"][None, :, None]
+        self.dt_ring = torch.nn.functional.softplus(dt + bias).contiguous()
+        self.inputs = [
+            tokens_of(g, batch, tokens, p.weights, 1 + i, device, p.dtype)
+            for i in range(min(p.sets, 4))
+        ]
+        self.out = torch.empty(batch, tokens, g.heads, g.rows, dtype=p.dtype, device=device)
+        self.scratch = (
+            torch.empty(batch, g.heads, 32, 8, dtype=p.dtype, device=device),
+            torch.empty(batch, g.heads, 16, device=device),
+            torch.empty(batch, g.heads, 32, 8, dtype=p.dtype, device=device),
+        )
+        kept = kept_tokens(tokens)
+        self.cycle = list(range(kept, UPSTREAM_WINDOW - tokens + kept + 1, kept))
+        if self.cycle[-1] <= UPSTREAM_WINDOW - tokens:
+            self.cycle.append(self.cycle[-1] + kept)
+        self.config = self.configs[0]
+        self.keep: list[torch.Tensor] = []
+
+    @contextlib.contextmanager
+    def pinned(self, config: tuple[int, ...]) -> Iterator[None]:
+        before, self.config = self.config, (config[0], config[1])
+        try:
+            yield
+        finally:
+            self.config = before
+
+    def step(self, slots: torch.Tensor, i: Inputs, start: torch.Tensor, before: torch.Tensor):
+        """y [b, T, H, P]; start, before int32 [slots]: where a slot's ring starts, and how many
+        committed inputs it holds."""
+        g, p = self.pool.geometry, self.pool
+        scratch = self.scratch if self.config[0] else (None, None, None)
+        self.function(
+            p.state, i.x, _tied(i.dt, g.rows), _tied(i.A, g.rows, g.n), i.B, i.C, self.out,
+            self.x_ring, self.B_ring, self.dt_ring, start, before,
+            _tied(i.D, g.rows), None, _tied(i.dt_bias, g.rows), True, slots, -1, None, None,
+            self.config[1], None, *scratch, 0, 0, 0,
+        )  # fmt: skip
+        return self.out
+
+    def check(self) -> float:
+        """Relative RMS of y of a row from the recurrence in float64."""
+        p, i, device = self.pool, self.inputs[0], self.out.device
+        count, g = p.state.shape[0], p.geometry
+        start = torch.full((count,), 3, dtype=torch.int32, device=device)
+        before = torch.full((count,), 5, dtype=torch.int32, device=device)
+        slot = int(p.slots[0][0])
+        at = (3 + torch.arange(5, device=device)) % self.ring
+        state = p.state[slot].double()
+        x, dt = self.x_ring[slot][:, at].double(), self.dt_ring[slot][:, at].double()
+        B = self.B_ring[slot][:, at].double().repeat_interleave(g.heads // g.groups, 0)
+        x = torch.cat([x, i.x[0].double().transpose(0, 1)], 1)
+        new = torch.nn.functional.softplus(i.dt[0].double() + i.dt_bias.double())
+        dt = torch.cat([dt, new.T], 1)
+        per = g.heads // g.groups
+        B = torch.cat([B, i.B[0].double().transpose(0, 1).repeat_interleave(per, 0)], 1)
+        C = i.C[0].double().transpose(0, 1).repeat_interleave(per, 0)
+        want = []
+        for t in range(x.shape[1]):
+            decay = torch.exp(dt[:, t] * i.A.double())[:, None, None]
+            state = state * decay + (dt[:, t, None] * x[:, t])[:, :, None] * B[:, t, None, :]
+            if t >= 5:
+                y = (state * C[:, t - 5, None, :]).sum(-1)
+                want.append(y + i.D.double()[:, None] * x[:, t])
+        got = self.step(p.slots[0], i, start, before)[0]
+        return run.relative_rms(got, torch.stack(want))
+
+    def launches(self, phase: str) -> list[tuple[Launch, float]]:
+        """(callable, bytes it moves) of each step of a pass, rows out of step."""
+        p, out, steps = self.pool, [], len(self.cycle)
+        entry = (self.x_ring[0].numel() + self.B_ring[0].numel()) // self.ring * 2
+        entry += self.dt_ring[0].numel() // self.ring * 4
+        rows = torch.arange(self.batch)
+        for k in range(steps * math.ceil(max(4, p.sets) / steps)):
+            slots, inputs = p.slots[k % p.sets], self.inputs[k % len(self.inputs)]
+            held = torch.tensor(self.cycle)[(rows + k) % steps]
+            before = torch.zeros(p.state.shape[0], dtype=torch.int32, device=p.device)
+            before[slots.long()] = held.to(p.device, torch.int32)
+            start = torch.full_like(before, 7 * k % self.ring)
+            self.keep += [before, start]
+            folds = int((held > UPSTREAM_WINDOW - self.tokens).sum())
+            moved = p.state_bytes * (self.batch + folds)
+            moved += entry * (int(held.sum()) + self.tokens * self.batch)
+            out.append(
+                (lambda s=slots, i=inputs, a=start, b=before: self.step(s, i, a, b), float(moved))
+            )
+        return out  # type: ignore[return-value]
+
+
 # --- rows -----------------------------------------------------------------------------------------
 
 
@@ -370,8 +515,9 @@ def measure_point(
     copy: float,
     device: torch.device,
     common: dict[str, Any],
+    upstream: dict[str, Callable[..., Any]] | None = None,
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Gate, then time every design and phase, and vLLM's step, at one batch and T."""
+    """Gate, then time every design and phase, and vLLM's steps, at one batch and T."""
     op, geometry = s.op, s.op.geometry(geometry_name)
     passes: dict[tuple[str, str], run.Pass] = {}
     gates: dict[str, run.GateResult] = {}
@@ -399,6 +545,20 @@ def measure_point(
             name = f"native-{storage}"
             config, passes[name, "mix"] = run.tuned(baseline, "mix")  # type: ignore[arg-type]
             notes[name] = list(config)
+    for storage, function in (upstream or {}).items():
+        name, label = f"flashinfer-{storage}", f"{geometry_name}, batch {batch}, T {tokens}"
+        try:
+            replay = UpstreamVerify(function, op, geometry, batch, tokens, storage, device)
+            error = replay.check()
+        except Exception as problem:  # a module is built for one geometry and T
+            print(f"{name} left out of {label}: {str(problem)[:160]}", flush=True)
+            continue
+        if error > run.OUTPUT_BOUND[torch.bfloat16]:
+            print(f"{name} left out of {label}: y is off by {error:.1e}", flush=True)
+            continue
+        keep.append(replay)
+        config, passes[name, "mix"] = run.tuned(replay, "mix")  # type: ignore[arg-type]
+        notes[name] = list(config)
     times: dict[tuple[str, str], float] = {}
     for phase in dict.fromkeys((*s.phases, "mix")):
         group = {n: p for (n, ph), p in passes.items() if ph == phase}
@@ -421,7 +581,9 @@ def measure_point(
             "copy_fraction": round(p.gbps(time_us) / copy, 4),
             "ratio_native_fp32": run._ratio(times.get(("native-fp32", "mix")), time_us),
             "ratio_native_fp16": run._ratio(times.get((f"native-{op.natives[1]}", "mix")), time_us),
-            "ratio_upstream_replay_fp32": None,
+            "ratio_upstream_replay_fp32": run._ratio(
+                times.get(("flashinfer-fp32", "mix")), time_us
+            ),
             "native_16bit": op.natives[1],
             "buffer_len": BUFFER_LEN,
             "copy_gbps": round(copy, 1),
@@ -436,7 +598,12 @@ def measure_point(
 
 
 def measure(
-    s: Settings, vllm_path: str | None, out: Path, device: torch.device, seconds: float = math.inf
+    s: Settings,
+    vllm_path: str | None,
+    out: Path,
+    device: torch.device,
+    seconds: float = math.inf,
+    upstream: dict[str, Callable[..., Any]] | None = None,
 ) -> tuple[Path, list[str]]:
     """Measure everything in ``s`` within a time limit: the result file, and what was wrong."""
     stop = time.monotonic() + seconds
@@ -455,7 +622,9 @@ def measure(
                 if time.monotonic() > stop:
                     print(f"left out, no time: {geometry}, batch {batch}, T {tokens}", flush=True)
                     continue
-                found, red = measure_point(s, geometry, batch, tokens, vllm, copy, device, common)
+                found, red = measure_point(
+                    s, geometry, batch, tokens, vllm, copy, device, common, upstream
+                )
                 rows += found
                 wrong += red
                 run.write_json(path, rows)
@@ -501,39 +670,106 @@ _HEAD = """
 ## Verify steps: T tokens a row
 
 One step of speculative decoding that verifies T tokens a row, rows out of step with each other and
-keeping `kept` of them; flushes of committed inputs are in the times. vLLM's own step
-(`selective_state_update` or `fused_sigmoid_gating_delta_rule_update` with `num_accepted_tokens`)
-reads one state and writes one for each token. In brackets: its time with an fp32 state over ours.
+keeping `kept` of them; flushes of committed inputs are in the mix, so one row in six flushes at
+T = 5. vLLM's own step (`selective_state_update` or `fused_sigmoid_gating_delta_rule_update` with
+`num_accepted_tokens`) reads one state and writes one for each token; `vllm-flashinfer` is its
+ReplaySSM step with drafts, FlashInfer's `checkpointing_ssu`, rows keeping and folding as they
+would. Times are microseconds; in brackets, and as `x native fp32`: the time of vLLM's own step with
+an fp32 state over ours.
 """
 
 
-def latest(folder: Path) -> list[Path]:
-    """The newest result file of each (operation, GPU) in a folder, by the date in its name."""
-    found: dict[str, Path] = {}
-    for path in sorted(folder.glob("*_verify-*.json")):
+def current(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Rows of each (operation, GPU) in a folder; of a geometry, batch and T the newest file's."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(folder.glob("*_verify-*.json"), reverse=True):  # a later date first
         if any(path.stem.startswith(f"{op}-") for op in OPS):
-            found[path.stem[: -len("-2000-01-01")]] = path  # sorted: a later date replaces
-    return [found[k] for k in sorted(found)]
+            rows = found.setdefault(path.stem[: -len("-2000-01-01")], [])
+            known = {_point(row) for row in rows}
+            new = json.loads(path.read_text(encoding="utf-8"))
+            rows += [row for row in new if _point(row) not in known]
+    return {stem: found[stem] for stem in sorted(found)}
+
+
+def _point(row: dict[str, Any]) -> tuple[str, int, int]:
+    return row["geometry"], row["batch"], row["tokens"]
+
+
+def _names(rows: list[dict[str, Any]]) -> list[str]:
+    """Designs by their time, vLLM's own steps last."""
+    first: dict[str, float] = {}
+    for row in rows:
+        first.setdefault(row["design"], row["time_us"])
+    return sorted(first, key=lambda name: (name.startswith("vllm"), first[name]))
+
+
+def _phases(rows: list[dict[str, Any]]) -> list[str]:
+    """A line a design: time and share of the copy bandwidth of each phase, ratios of the mix."""
+    lines = [
+        "| design | readout, us | share of copy | flush, us | share | mix, us | share "
+        "| x native fp32 | x native 16-bit | x replay fp32 |",
+        "|---" + "|--:" * 9 + "|",
+    ]
+    for name in _names([r for r in rows if r["phase"] == "mix"]):
+        here = {r["phase"]: r for r in rows if r["design"] == name}
+        cells = [name]
+        for phase in PHASES:
+            row = here.get(phase)
+            cells += ["–", "–"] if row is None else [
+                f"{row['time_us']:.1f}", f"{row['copy_fraction']:.2f}"
+            ]  # fmt: skip
+        for column in ("ratio_native_fp32", "ratio_native_fp16", "ratio_upstream_replay_fp32"):
+            value = here["mix"].get(column)
+            cells.append("–" if value is None else f"{value:.2f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return [*lines, ""]
 
 
 def section(rows: list[dict[str, Any]]) -> list[str]:
-    """Markdown of one result file: a table a geometry, a line for each batch and T."""
+    """Markdown of one operation and GPU: the target, all phases at its batch and T, then the mix of
+    every batch and T."""
     first = rows[0]
-    lines = [
-        f"### {first['op']}, {first['gpu']}",
-        "",
-        f"Triton {first['triton']}, vLLM {first['vllm']}, commit {str(first['commit'])[:12]}, "
-        f"{first['date']}. Microseconds, phase mix.",
-        "",
-    ]
+    lines = [f"### {first['op']}, {first['gpu']}", ""]
+    runs: dict[str, list[str]] = {}
+    for row in rows:
+        text = (
+            f"{row['date']}, commit {str(row['commit'])[:12]}, Triton {row['triton']}, vLLM "
+            f"{row['vllm']}"
+        )
+        point = f"{row['geometry']} at {row['batch']}, T = {row['tokens']}"
+        points = runs.setdefault(text, [])
+        points += [] if point in points else [point]
+    for text, points in runs.items():
+        lines += [f"{text}." if len(runs) == 1 else f"{'; '.join(points)}: {text}.", ""]
+    batch, tokens, column, least = TARGET
     for geometry in dict.fromkeys(r["geometry"] for r in rows):
-        mix = [r for r in rows if r["geometry"] == geometry and r["phase"] == "mix"]
-        names = list(dict.fromkeys(r["design"] for r in mix))
-        names.sort(key=lambda name: name.startswith("vllm"))
-        lines += [f"**{geometry}**", "", f"| batch | T | kept | {' | '.join(names)} |"]
-        lines += ["|" + "--:|" * (3 + len(names))]
-        for batch, tokens in sorted({(r["batch"], r["tokens"]) for r in mix}):
-            found = {r["design"]: r for r in mix if (r["batch"], r["tokens"]) == (batch, tokens)}
+        here = [r for r in rows if r["geometry"] == geometry]
+        mix = [r for r in here if r["phase"] == "mix"]
+        headline = [r for r in here if (r["batch"], r["tokens"]) == (batch, tokens)]
+        best = [
+            r[column]
+            for r in headline
+            if r["phase"] == "mix"
+            and r["design"] in DESIGNS
+            and DESIGNS[r["design"]].update.rounds
+            and r[column]
+        ]
+        lines += [f"**{geometry}**", ""]
+        if best:
+            verdict = "yes" if max(best) >= least else "no"
+            lines += [
+                f"| target, batch {batch}, T = {tokens} | at least | reached | met |",
+                "|---|--:|--:|--:|",
+                f"| best rounded design, mix: x vLLM's fp32 step | {least:.2f} | {max(best):.2f} "
+                f"| {verdict} |",
+                "",
+            ]
+        if headline:
+            lines += _phases(headline)
+        names = _names(mix)
+        lines += [f"| batch | T | kept | {' | '.join(names)} |", "|" + "--:|" * (3 + len(names))]
+        for point in sorted({(r["batch"], r["tokens"]) for r in mix}):
+            found = {r["design"]: r for r in mix if (r["batch"], r["tokens"]) == point}
             cells = []
             for name in names:
                 row = found.get(name)
@@ -542,30 +778,14 @@ def section(rows: list[dict[str, Any]]) -> list[str]:
                     cell += f" ({row['ratio_native_fp32']:.2f}x)"
                 cells.append(cell)
             kept = next(iter(found.values()))["kept"]
-            lines.append(f"| {batch} | {tokens} | {kept} | {' | '.join(cells)} |")
+            lines.append(f"| {point[0]} | {point[1]} | {kept} | {' | '.join(cells)} |")
         lines.append("")
-        batch, tokens, column, least = TARGET
-        best = [
-            r[column]
-            for r in mix
-            if (r["batch"], r["tokens"]) == (batch, tokens)
-            and r["design"] in DESIGNS
-            and DESIGNS[r["design"]].update.rounds
-            and r[column]
-        ]
-        if best:
-            verdict = "reached" if max(best) >= least else "missed"
-            lines += [
-                f"Target at batch {batch}, T = {tokens}: {least:.1f}x vLLM's fp32 step; best "
-                f"rounded design {max(best):.2f}x, {verdict}.",
-                "",
-            ]
     return lines
 
 
 def report(folder: Path) -> list[str]:
     """Markdown of the newest verify results in a folder; nothing where there are none."""
-    found = [section(json.loads(path.read_text(encoding="utf-8"))) for path in latest(folder)]
+    found = [section(rows) for rows in current(folder).values()]
     return [_HEAD, *(line for lines in found for line in lines)] if found else []
 
 
@@ -579,8 +799,9 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--batch", default="1,8,32,128,256,512")
     p.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="T of a step, 2 to 8")
     p.add_argument("--design", default="all", help="names separated by commas, or all")
-    p.add_argument("--phase", default="mix", help="readout, flush, mix")
+    p.add_argument("--phase", default="readout,flush,mix", help="readout, flush, mix")
     p.add_argument("--vllm-path", help="vLLM's wheel or the folder that holds vllm/: baselines")
+    p.add_argument("--upstream", help="fp32=FILE,fp16=FILE: FlashInfer's checkpointing_ssu modules")
     p.add_argument("--out", type=Path, default=run.RESULTS, help="folder of the result file")
     p.add_argument("--seconds", type=float, default=math.inf, help="start no point after these")
     p.add_argument("--quick", action="store_true", help="less time a measurement")
@@ -615,7 +836,11 @@ def main(argv: list[str] | None = None) -> int:
     if not cuda:
         print("timing needs a CUDA GPU and torch sees none; use --check-only", file=sys.stderr)
         return 2
-    path, wrong = measure(s, args.vllm_path, args.out, device, args.seconds)
+    try:
+        upstream = load_upstream(args.upstream) if args.upstream and op.kind == "mamba2" else None
+    except (ValueError, ImportError) as error:
+        raise SystemExit(str(error)) from None
+    path, wrong = measure(s, args.vllm_path, args.out, device, args.seconds, upstream)
     for text in wrong:
         print(f"RED {text}; it was not timed", file=sys.stderr)
     print(path)

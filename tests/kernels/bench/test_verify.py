@@ -127,28 +127,91 @@ def test_the_command(capsys) -> None:
 
 
 def test_the_report(tmp_path) -> None:
-    """Newest file of a GPU, a line for each batch and T, ratios beside times, the verdict."""
+    """Newest rows of a point, all phases at the target's, a line a batch and T, the verdict."""
     common = {
-        "op": "mamba2_verify", "geometry": "super", "phase": "mix", "gpu": "NVIDIA H200",
-        "triton": "3.6.0", "vllm": "0.33.0", "commit": "0123456789abcdef", "date": "2026-11-29",
+        "op": "mamba2_verify", "geometry": "super", "gpu": "NVIDIA H200", "triton": "3.6.0",
+        "vllm": "0.33.0", "commit": "0123456789abcdef", "date": "2026-11-29",
+        "copy_fraction": 0.5, "ratio_native_fp16": None, "ratio_upstream_replay_fp32": 1.25,
     }  # fmt: skip
 
-    def row(design: str, batch: int, tokens: int, time: float, ratio: float | None) -> dict:
+    def row(design: str, batch: int, tokens: int, time: float, ratio: float | None, phase="mix"):
         values = {"batch": batch, "tokens": tokens, "kept": verify.kept_tokens(tokens)}
-        return {**common, **values, "design": design, "time_us": time, "ratio_native_fp32": ratio}
+        values |= {"phase": phase, "design": design, "time_us": time, "ratio_native_fp32": ratio}
+        return {**common, **values}
 
     rows = [
         row("vllm-native-fp32", 256, 5, 900.0, 1.0),
         row("P4+8-sr-rot", 256, 5, 250.0, 3.6),
+        row("P4+8-sr-rot", 256, 5, 150.0, 6.0, "readout"),
         row("fp32", 256, 5, 200.0, 4.5),
         row("P4+8-sr-rot", 8, 4, 20.0, 0.9),
     ]
+    older = [row("P4+8-sr-rot", 256, 5, 1.0, 900.0), row("P4+8-sr-rot", 1, 5, 7.0, 1.5)]
     assert verify.report(tmp_path) == []
-    run.write_json(tmp_path / "mamba2_verify-h200-2026-11-28.json", rows[:1])
+    run.write_json(tmp_path / "mamba2_verify-h200-2026-11-28.json", older)
     run.write_json(tmp_path / "mamba2_verify-h200-2026-11-29.json", rows)
     text = "\n".join(verify.report(tmp_path))
-    assert "| 256 | 5 | 3 | 250.0 (3.60x) | 200.0 (4.50x) | 900.0 |" in text
-    assert "| 8 | 4 | 2 | 20.0 (0.90x) | – | – |" in text
-    assert "best rounded design 3.60x, reached" in text
+    assert "| 256 | 5 | 3 | 200.0 (4.50x) | 250.0 (3.60x) | 900.0 |" in text
+    assert "| 8 | 4 | 2 | – | 20.0 (0.90x) | – |" in text
+    assert "| 1 | 5 | 3 | – | 7.0 (1.50x) | – |" in text
+    assert "| P4+8-sr-rot | 150.0 | 0.50 | – | – | 250.0 | 0.50 | 3.60 | – | 1.25 |" in text
+    assert "x vLLM's fp32 step | 3.00 | 3.60 | yes |" in text
     rows[1]["ratio_native_fp32"] = 2.9
-    assert "best rounded design 2.90x, missed" in "\n".join(verify.section(rows))
+    assert "| 3.00 | 2.90 | no |" in "\n".join(verify.section(rows))
+
+
+def test_upstream_steps(monkeypatch) -> None:
+    """Cursors of upstream's ring, and the check of y: passed by the recurrence, not by another."""
+
+    def recurrence(late: int):
+        def function(state, x, dt, A, B, C, out, xs, Bs, dts, start, before, D, z, bias, *rest):
+            slots, ring = rest[1], xs.shape[2]
+            per = x.shape[2] // B.shape[2]
+            for row, slot in enumerate(slots.tolist()):
+                held = int(before[slot])
+                at = (int(start[slot]) + torch.arange(held)) % ring
+                s = state[slot].double()
+                past = (xs[slot][:, at], dts[slot][:, at], Bs[slot][:, at])
+                now = torch.nn.functional.softplus(dt[row, ..., 0].double() + bias[:, 0])
+                for t in range(held + x.shape[1]):
+                    if t < held:
+                        x_t, dt_t, B_t = (v[:, t] for v in past)
+                    else:
+                        i = t - held
+                        x_t, dt_t, B_t = x[row, i], now[i], B[row, i]
+                    B_t = B_t.double().repeat_interleave(per, 0)
+                    s = s * torch.exp(dt_t.double() * A[:, 0, 0])[:, None, None]
+                    s = s + (dt_t.double()[:, None] * x_t.double())[:, :, None] * B_t[:, None]
+                    if t >= held:
+                        C_t = C[row, (i + late) % x.shape[1]].double().repeat_interleave(per, 0)
+                        out[row, i] = (s * C_t[:, None]).sum(-1) + D[:, :1] * x_t.double()
+
+        return function
+
+    made = [
+        verify.UpstreamVerify(
+            recurrence(late), verify.OPS["mamba2_verify"], GEOMETRY["mamba2"], 6, 5, "fp32", CPU, 1
+        )
+        for late in (0, 1)
+    ]
+    assert made[0].check() < run.OUTPUT_BOUND[torch.bfloat16] < made[1].check()
+    assert made[0].cycle == [3, 6, 9, 12]
+    for tokens in (2, 4, 5, 8):
+        one = verify.UpstreamVerify(
+            recurrence(0),
+            verify.OPS["mamba2_verify"],
+            GEOMETRY["mamba2"],
+            1,
+            tokens,
+            "fp32",
+            CPU,
+            1,
+        )
+        full = verify.UPSTREAM_WINDOW - tokens
+        assert [n > full for n in one.cycle] == [False] * (len(one.cycle) - 1) + [True]
+    launches = made[0].launches("mix")
+    assert len(launches) % 4 == 0
+    least = made[0].pool.state_bytes * 6
+    assert all(least < nbytes < 2.5 * least for _, nbytes in launches)
+    with pytest.raises(ValueError, match="give fp32=FILE"):
+        verify.load_upstream("fp8=nothing.so")
