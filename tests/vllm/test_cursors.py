@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from replayssm_quant.backends.vllm.cursors import (
+    GroupRows,
     RowBuffers,
     SlotCursors,
     first_offsets,
@@ -188,3 +189,48 @@ def test_the_kernel_moves_rows_as_the_torch_code() -> None:
     assert (wanted.slots == PAD_SLOT).any() and wanted.flush.any()
     for name in NAMES:
         assert torch.equal(getattr(found, name).cpu(), getattr(wanted, name)), name
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["torch", "kernel"])
+@pytest.mark.parametrize(("length", "stagger"), [(1, False), (5, True), (16, False)])
+def test_all_groups_are_planned_as_each_alone(length: int, stagger: bool, kernel: bool) -> None:
+    device = "cuda" if kernel and torch.cuda.is_available() else "cpu"
+    random = torch.Generator().manual_seed(length)
+    count, padded, groups = 140, 150, 3  # more than one program
+    cursors = SlotCursors(300, length, stagger=stagger, seed=3, device="cpu")
+    cursors.base.copy_(torch.randint(0, 40, (300,), generator=random))
+    tables = [
+        torch.stack([torch.randperm(299, generator=random)[:count] + 1] * width, 1).to(torch.int32)
+        for width in (1, 2, 5)
+    ]
+    tables[0][7] = 0  # a dummy request
+    lens = torch.randint(1, 90, (count,), generator=random, dtype=torch.int32)
+    keys = torch.randint(-(2**62), 2**62, (200,), generator=random)
+    index = torch.randperm(200, generator=random)[:count].to(torch.int32)
+    wanted = RowBuffers(count, "cpu").rows(count)
+    cursors.decode(wanted, tables[0][:, 0], lens, keys[index.long()])
+    out = GroupRows(groups, padded, device)
+    for vector in (out.slots, out.shared["valid"], out.shared["position"], out.shared["key"]):
+        vector.fill_(77)
+    if kernel:
+        pytest.importorskip("triton")
+        from replayssm_quant.backends.vllm.cursor_kernel import group_rows
+
+        on_device = [t.to(device) for t in tables]
+        where = out.addresses(on_device)
+        assert out.addresses(on_device) is where
+        inputs = [t.to(device) for t in (lens, cursors.base, keys, index)]
+        group_rows(out, where, *inputs, count, padded, length, stagger)
+    else:
+        out.plan(cursors, tables, lens, keys, index, count, padded)
+    for group, table in enumerate(tables):
+        rows = out.rows(group, count)
+        assert out.rows(group, count) is rows
+        blocks = table[:, 0].long()
+        assert torch.equal(rows.slots.cpu(), torch.where(blocks != 0, blocks, PAD_SLOT))
+        for name in ("valid", "flush", "position", "key"):
+            assert torch.equal(getattr(rows, name).cpu(), getattr(wanted, name)), name
+        assert out.rows(group, padded).slots[count:].eq(PAD_SLOT).all()
+    assert out.rows(0, padded).valid[count:].eq(0).all()
+    assert not out.rows(0, padded).flush[count:].any()
+    assert out.holds(3, 160) and not out.holds(3, 161) and not out.holds(2, 10)

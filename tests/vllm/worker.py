@@ -102,8 +102,9 @@ def watch(log: dict[str, Any]) -> None:
     """Note the slots of prefills and the flushes of decode steps."""
     from replayssm_quant.backends.vllm.cursors import SlotCursors
     from replayssm_quant.backends.vllm.drafts import DraftCursors
+    from replayssm_quant.backends.vllm.metadata import RowPlanner
 
-    decode, prefill = SlotCursors.decode, SlotCursors.prefill
+    decode, prefill = RowPlanner.decode, SlotCursors.prefill
     verify, prefill_drafts = DraftCursors.verify, DraftCursors.prefill
 
     def seen_verify(self: Any, out: Any, *args: Any) -> None:
@@ -130,11 +131,12 @@ def watch(log: dict[str, Any]) -> None:
 
     DraftCursors.verify, DraftCursors.prefill = seen_verify, seen_prefill_drafts
 
-    def seen_decode(self: Any, out: Any, *args: Any) -> None:
-        decode(self, out, *args)
-        live = out.slots >= 0
-        log["rows"] = log.get("rows", 0) + int(live.sum())
-        log["flushes"] = log.get("flushes", 0) + int(out.flush.sum())
+    def seen_decode(self: Any, *args: Any) -> Any:
+        rows = decode(self, *args)
+        log["rows"] = log.get("rows", 0) + int((rows.slots >= 0).sum())
+        log["flushes"] = log.get("flushes", 0) + int(rows.flush.sum())
+        log["together"] = log.get("together", 0) + int(self.planned is not None)
+        return rows
 
     def seen_prefill(self: Any, *args: Any) -> Any:
         rows = prefill(self, *args)
@@ -148,7 +150,7 @@ def watch(log: dict[str, Any]) -> None:
         )
         return rows
 
-    SlotCursors.decode, SlotCursors.prefill = seen_decode, seen_prefill
+    RowPlanner.decode, SlotCursors.prefill = seen_decode, seen_prefill
 
 
 def run(scenario: dict[str, Any], log: dict[str, Any]) -> dict[str, Any]:
@@ -304,7 +306,16 @@ def signatures() -> dict[str, Any]:
     except ImportError:
         pass
     new = {"split", "make_page", "metadata", "heads", "before", "store", "reserve", "rehearse"}
-    private = {"_prefill", "_decode", "_heads", "_seed", "_batch_keys", "_verify"}
+    private = {
+        "_prefill",
+        "_decode",
+        "_heads",
+        "_seed",
+        "_batch_keys",
+        "_verify",
+        "_plan",
+        "_alike",
+    }
     private |= {"_convolve_drafts", "_forward_drafts", "_plan_verify", "_projections"}
     private |= {"_step", "_verify_step"}
     problems, checked = [], 0

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from ...state.cache import StepRows
+from .cursors import GroupRows
 from .drafts import DraftCursors, Verify
 
 _BLOCK = 128
@@ -63,6 +64,65 @@ def decode_rows(
         blocks.stride(0), count,
         L=buffer_len, STAGGER=stagger, REQUESTS=request_keys is not None, BLOCK=_BLOCK,
         num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=("slots_stride", "count", "rows"))
+def _group_rows_kernel(
+    table_ptrs, stride_ptr,  # [groups]: addresses of block tables, and their strides
+    len_ptr, base_ptr, request_key_ptr, index_ptr,
+    slots_ptr, valid_ptr, flush_ptr, position_ptr, key_ptr,  # slots [groups, rows], rows
+    slots_stride, count, rows,
+    L: tl.constexpr, STAGGER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    group = tl.program_id(1)
+    ok, here = row < rows, row < count
+    table = tl.load(table_ptrs + group).to(tl.pointer_type(tl.int32))
+    at = row.to(tl.int64) * tl.load(stride_ptr + group)
+    block = tl.load(table + at, mask=here, other=0).to(tl.int64)
+    live = block != 0  # block 0 is padding
+    tl.store(slots_ptr + group * slots_stride + row, tl.where(live, block, -1), mask=ok)
+    if group == 0:
+        index = tl.load(index_ptr + row, mask=here, other=0)
+        key = tl.load(request_key_ptr + index, mask=here, other=0)
+        tokens = tl.load(len_ptr + row, mask=here, other=0).to(tl.int32)
+        steps = tl.maximum(tokens - 1 - tl.load(base_ptr + block, mask=here, other=0), 0)
+        first = tl.full([BLOCK], L, tl.int32)
+        if STAGGER:
+            first -= (((key >> 17) & 0xFFFFFFFF) % L).to(tl.int32)
+        valid = tl.where(steps < first, steps, tl.maximum(steps - first, 0) % L)
+        flush = tl.where(steps < first, steps + 1 == first, valid + 1 == L)
+        tl.store(valid_ptr + row, tl.where(live, valid, 0), mask=ok)
+        tl.store(flush_ptr + row, (flush & live).to(tl.uint8), mask=ok)
+        tl.store(position_ptr + row, tokens, mask=ok)
+        tl.store(key_ptr + row, key, mask=ok)
+
+
+def group_rows(
+    out: GroupRows,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    seq_lens: torch.Tensor,
+    base: torch.Tensor,
+    request_keys: torch.Tensor,
+    index: torch.Tensor,
+    count: int,
+    rows: int,
+    buffer_len: int,
+    stagger: bool,
+) -> None:
+    """Fill the first ``rows`` rows of every group; see ``GroupRows.plan``.
+
+    tables: addresses and row strides of the groups' block tables, which hold int32.
+    """
+    if rows == 0:
+        return
+    shared = out.shared
+    _group_rows_kernel[(triton.cdiv(rows, _BLOCK), tables[0].shape[0])](
+        tables[0], tables[1], seq_lens, base, request_keys, index,
+        out.slots, shared["valid"], shared["flush"].view(torch.uint8), shared["position"],
+        shared["key"], out.slots.stride(0), count, rows,
+        L=buffer_len, STAGGER=stagger, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ and a slot is clean once a prefill has written its base.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import torch
 
@@ -77,6 +78,83 @@ class RowBuffers:
     def rows(self, count: int) -> StepRows:
         """The first ``count`` rows, as views."""
         return StepRows(**{name: v[:count] for name, v in self.vectors.items()})
+
+
+class GroupRows:
+    """Rows of the decode steps of several KV-cache groups, planned for all of them at once.
+
+    Groups differ in their slots alone: ``slots`` int64 [groups, rows]; the other vectors are
+    ``shared``. Every address is fixed, as captured CUDA graphs need it.
+    """
+
+    def __init__(self, groups: int, rows: int, device: torch.device | str):
+        one = RowBuffers(rows, device)
+        self.capacity = one.vectors["slots"].shape[0]
+        self.slots = torch.zeros(groups, self.capacity, dtype=torch.int64, device=device)
+        self.shared = {name: v for name, v in one.vectors.items() if name != "slots"}
+        self._tables: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._rows: dict[tuple[int, int], StepRows] = {}
+
+    def holds(self, groups: int, rows: int) -> bool:
+        """True if so many groups and rows have their place here."""
+        return groups == self.slots.shape[0] and rows <= self.capacity
+
+    def rows(self, group: int, count: int) -> StepRows:
+        """The first ``count`` rows of a group, as views."""
+        found = self._rows.get((group, count))
+        if found is None:
+            if len(self._rows) > 4096:
+                self._rows.clear()
+            shared = {name: v[:count] for name, v in self.shared.items()}
+            found = StepRows(slots=self.slots[group, :count], **shared)
+            self._rows[group, count] = found
+        return found
+
+    def plan(
+        self,
+        cursors: SlotCursors,
+        tables: Sequence[torch.Tensor],
+        seq_lens: torch.Tensor,
+        request_keys: torch.Tensor,
+        index: torch.Tensor,
+        count: int,
+        rows: int,
+    ) -> None:
+        """Plan every row as a decode row; what it says of a prefill row means nothing but its key.
+
+        cursors: those of the first group. tables: the groups' block tables int32 [>= count, ...],
+        of which the first column counts. seq_lens int32 [>= count]: tokens with those of this step.
+        request_keys int64 and index int [>= count]: where in it the key of each row is. count: rows
+        of the batch; those up to ``rows`` are padding.
+        """
+        if self.slots.is_cuda:
+            from .cursor_kernel import group_rows
+
+            group_rows(
+                self, self.addresses(tables), seq_lens, cursors.base, request_keys, index,
+                count, rows, cursors.buffer_len, cursors.stagger,
+            )  # fmt: skip
+            return
+        blocks = torch.zeros(len(tables), rows, dtype=torch.int64)
+        lens, keys = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
+        for group, table in enumerate(tables):
+            blocks[group, :count] = table[:count, 0]
+        lens[:count] = seq_lens[:count]
+        keys[:count] = request_keys[index[:count].long()]
+        cursors.decode(self.rows(0, rows), blocks[0], lens, keys)
+        self.slots[:, :rows] = torch.where(blocks != NULL_BLOCK, blocks, PAD_SLOT)
+
+    def addresses(self, tables: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Addresses and row strides of the tables, int64 [groups] on the device; kept, since the
+        engine's tables stay where they are."""
+        where = tuple((t.data_ptr(), t.stride(0)) for t in tables)
+        found = self._tables.get(where)
+        if found is None:
+            if len(self._tables) > 64:
+                self._tables.clear()
+            columns = torch.tensor(where, dtype=torch.int64).to(self.slots.device).unbind(1)
+            found = self._tables[where] = (columns[0].contiguous(), columns[1].contiguous())
+        return found
 
 
 class SlotCursors:

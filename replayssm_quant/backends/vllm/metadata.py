@@ -29,7 +29,7 @@ from vllm.v1.attention.backends.mamba2_attn import (
 from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
 
 from ...state.cache import StepRows
-from .cursors import RowBuffers, SlotCursors, move
+from .cursors import GroupRows, RowBuffers, SlotCursors, move
 from .drafts import DraftCursors, Verify, VerifyBuffers, move_verify, ragged
 
 
@@ -68,10 +68,13 @@ class RowPlanner:
     """Plans the rows of one KV-cache group.
 
     ``request_keys`` int64 [rows], if the model runner shows the requests (V2), is set anew before
-    each build, in batch order. ``drafts``: draft tokens that a step verifies at most.
+    each build, in batch order. ``planned``: rows of all groups and this one's place there, if the
+    runner has planned the step's decode rows already. ``drafts``: draft tokens that a step verifies
+    at most.
     """
 
     request_keys: torch.Tensor | None = None
+    planned: tuple[GroupRows, int] | None = None
 
     def __init__(self, layer_names: list[str], vllm_config: Any, device: torch.device):
         layers = vllm_config.compilation_config.static_forward_context
@@ -85,7 +88,7 @@ class RowPlanner:
             self.buffers = RowBuffers(capacity, device)
         self.cursors: SlotCursors | DraftCursors | None = None
 
-    def _slots(self) -> Any:
+    def slot_cursors(self) -> Any:
         """The cursors (``DraftCursors`` with drafts), made anew when vLLM has made a new cache."""
         state, config = self.layer.kv_cache[1], self.layer.config
         if self.cursors is None or self.cursors.slots != state.shape[0]:
@@ -104,8 +107,10 @@ class RowPlanner:
     def decode(self, blocks: torch.Tensor, seq_lens: torch.Tensor) -> StepRows:
         """Rows of the decode part, which comes first in a batch; blocks [rows]."""
         count = blocks.shape[0]
+        if self.planned is not None:
+            return self.planned[0].rows(self.planned[1], count)
         rows = self.buffers.rows(count)
-        self._slots().decode(rows, blocks, seq_lens[:count], self._keys(slice(count)))
+        self.slot_cursors().decode(rows, blocks, seq_lens[:count], self._keys(slice(count)))
         return rows
 
     def verify(
@@ -127,7 +132,7 @@ class RowPlanner:
         width = 1 + self.drafts if int(counts.max()) > 1 else 1
         step = self.verify_buffers.step(rows, width)
         keys = self._keys(slice(rows) if where is None else where)
-        self._slots().verify(step, blocks, seq_lens[:rows], starts, keys)
+        self.slot_cursors().verify(step, blocks, seq_lens[:rows], starts, keys)
         if tokens != rows * width:
             step.gather, step.scatter = ragged(step.starts, counts, width)
         return step
@@ -145,13 +150,15 @@ class RowPlanner:
         """
         lens, keys = seq_lens[rows], self._keys(rows)
         if self.drafts:
-            return self._slots().prefill(blocks, lens, starts.diff(), keys)
-        return self._slots().prefill(blocks, lens, starts.diff(), keys), None
+            return self.slot_cursors().prefill(blocks, lens, starts.diff(), keys)
+        return self.slot_cursors().prefill(blocks, lens, starts.diff(), keys), None
 
     def moved(self, rows: StepRows | None, blocks: torch.Tensor | None) -> StepRows | None:
         """Decode rows of another group, in this group's blocks and buffers."""
         if rows is None or blocks is None:
             return None
+        if self.planned is not None:
+            return self.planned[0].rows(self.planned[1], blocks.shape[0])
         return move(rows, blocks, self.buffers.rows(blocks.shape[0]))
 
     def moved_verify(self, step: Verify, blocks: torch.Tensor) -> Verify:

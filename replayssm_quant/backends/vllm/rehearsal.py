@@ -16,7 +16,7 @@ import torch
 
 from ...config import StateConfig
 from ...state.cache import StepRows
-from .cursors import SlotCursors, move
+from .cursors import GroupRows, SlotCursors, move
 from .drafts import DraftCursors, move_verify, shapes
 
 
@@ -60,6 +60,11 @@ def rehearse_cursors(config: StateConfig, drafts: int, device: torch.device) -> 
             rows = empty_rows(1, device)
             SlotCursors(*size, **how).decode(rows, blocks, lens, keys)
             move(rows, blocks, empty_rows(1, device))
+            for dtype in (torch.int32, torch.int64):
+                if keys is not None:
+                    index = torch.zeros(1, dtype=dtype, device=device)
+                    cursors, tables = SlotCursors(*size, **how), [blocks[:, None]]
+                    GroupRows(1, 1, device).plan(cursors, tables, lens, keys, index, 1, 1)
 
 
 class Rehearsal:
