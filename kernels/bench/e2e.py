@@ -409,7 +409,8 @@ def child(job: Mapping[str, Any], row_of: Callable[..., dict[str, Any]] = measur
         point = json.loads(line)
         try:
             host.move_to(quiet)
-            with host.lean(point.get("parts", job["parts"]), model_runner(llm)):
+            parts = point.get("parts", job["parts"])
+            with host.lean(parts, model_runner(llm), llm.llm_engine.output_processor):
                 row = row_of(llm, point, job)
         except (RuntimeError, ValueError) as error:
             row = {**point, "error": str(error)}
@@ -720,11 +721,13 @@ concurrency" of requests as long as those measured, scaled to a cache of {budget
 Mamba-2 kernel runs with the launches that the kernel benchmark found best, since vLLM has none for
 this head size; its prefill kernels may have been left untuned, which no number here shows.
 
-*Lean host* is the same engine in every arm, plain ones included, with three things changed that
-touch no token and no kernel ([host.py](host.py)): scheduler and model in one process, no look for
-new cache blocks in steps that need none (vLLM's scheduler asks each of seven cache groups for each
-request), and waits that spin instead of sleeping, without garbage collection. *As served* is vLLM's
-own host, untouched. Where the host takes longer than the GPU, a step shows the host.
+*Lean host* is the same engine in every arm, plain ones included, with things changed that touch no
+token and no kernel ([host.py](host.py)): scheduler and model in one process; no look for new cache
+blocks in steps that need none (vLLM's scheduler asks each of seven cache groups for each request,
+and this package's plugin keeps that from it); waits that spin instead of sleeping; no garbage
+collection, no calls of empty hooks, and outputs processed only when a request ends, as a server
+does that in another process. *As served* is vLLM's own host, untouched. Where the host takes longer
+than the GPU, a step shows the host.
 
 Published for ReplaySSM with an fp32 state, beside plain vLLM on an H100 and for these geometries:
 Nano-4B 1.47 times the tokens at batch 256 and 1.52 at 512 (vLLM pull request 48018), Qwen3.5-4B

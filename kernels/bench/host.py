@@ -14,7 +14,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,6 +25,8 @@ PARTS = {
     "blocks": "no look for new cache blocks in steps that need none",
     "spin": "waits for the GPU spin instead of sleeping",
     "gc": "no garbage collection while requests run",
+    "hooks": "no calls of Triton's launch hooks while there are none",
+    "answers": "no processing of outputs before a request ends",
 }
 """What ``lean`` can change, and how it does."""
 
@@ -39,12 +41,23 @@ def _spinning(event: type) -> type:
     return Spinning
 
 
+def _of_ended(process: Callable) -> Callable:
+    """``process_outputs`` of the requests alone that end; what they said before is lost."""
+
+    def process_outputs(outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
+        return process([o for o in outputs if o.finish_reason is not None], *args, **kwargs)
+
+    return process_outputs
+
+
 @contextlib.contextmanager
-def lean(parts: Collection[str] = tuple(PARTS), runner: Any = None) -> Iterator[None]:
+def lean(
+    parts: Collection[str] = tuple(PARTS), runner: Any = None, processor: Any = None
+) -> Iterator[None]:
     """Run the engine of this process with the named ``PARTS`` of a leaner host.
 
-    runner: its model runner, whose own event for input copies (V1) then spins as well. Raises
-    ValueError for an unknown part.
+    runner: its model runner, whose own event for input copies (V1) then spins as well. processor:
+    its output processor. Raises ValueError for an unknown part.
     """
     for part in parts:
         if part not in PARTS:
@@ -63,6 +76,21 @@ def lean(parts: Collection[str] = tuple(PARTS), runner: Any = None) -> Iterator[
             if getattr(runner, "prepare_inputs_event", None) is not None:
                 undo.callback(setattr, runner, "prepare_inputs_event", runner.prepare_inputs_event)
                 runner.prepare_inputs_event = torch.cuda.Event()
+        if "hooks" in parts:
+            runtime = None
+            with contextlib.suppress(ImportError, AttributeError):  # no Triton, or one without
+                import triton
+
+                runtime = triton.knobs.runtime
+            for name in ("launch_enter_hook", "launch_exit_hook"):
+                hook = getattr(runtime, name, None)  # a list of calls, made at each launch
+                if hook is not None and not getattr(hook, "calls", True):
+                    undo.callback(setattr, runtime, name, hook)
+                    setattr(runtime, name, None)
+        if "answers" in parts and processor is not None:
+            process = processor.process_outputs
+            undo.callback(delattr, processor, "process_outputs")
+            processor.process_outputs = _of_ended(process)
         if "gc" in parts and gc.isenabled():
             gc.collect()
             undo.callback(gc.enable)

@@ -36,7 +36,7 @@ for line in sys.stdin:
     row = {{"steps": 9, "step_ms": step, "median_ms": step, "p90_ms": step}}
     row |= point | {{"tokens_per_s": point["batch"] / step * 1e3}}
     served = os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
-    assert len(job["parts"]) == (0 if served else 3)
+    assert len(job["parts"]) == (0 if served else 5)
     if served:
         row["step_ms"] = 30.0
     if "kind" in point:
@@ -238,7 +238,7 @@ def test_hosts_are_compared_apart(python: str, tmp_path: Path) -> None:
     assert e2e.main([*argv, "--host-profile"]) == 0
     rows = json.loads(out.read_text())
     # the host of a served arm is in another process: neither its parts nor its profile
-    assert [r["arm"] for r in rows if "parts" in r] == 5 * ["P4+8"]
+    assert [r["arm"] for r in rows if "parts" in r] == 7 * ["P4+8"]
     assert [r["arm"] for r in rows if r["op"] == e2e.HOST_PROFILE] == ["fp32", "P4+8"]
     text = e2e.report(tmp_path, tmp_path).read_text()
     assert "| best arm: x fp32, lean host | 2.20 | 2.50 | yes |" in text
@@ -246,8 +246,11 @@ def test_hosts_are_compared_apart(python: str, tmp_path: Path) -> None:
     _, lean, served = text.split("### Batch 256, 300 tokens")
     assert lean.startswith(", lean host") and served.startswith(", as served")
     assert "| P4+8-served | v2 |" in served and " | 30.00 | 10.00 | 10.00 | – | – | " in served
-    assert "| arm | none | blocks | spin | gc | blocks, spin, gc |" in text
-    assert "| P4+8, batch 256 | 10.00 | 10.00 | 10.00 | 10.00 | 10.00 |" in text
+    assert (
+        "| arm | none | blocks | spin | gc | hooks | answers | blocks, spin, gc, hooks, answers |"
+        in text
+    )
+    assert "| P4+8, batch 256 |" + 7 * " 10.00 |" in text
     assert "| fp32, batch 256 | 25.00 | 2.50 | – | – |" in text
 
 

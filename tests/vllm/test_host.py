@@ -34,6 +34,38 @@ def test_events_spin_and_collection_rests_inside_alone(monkeypatch: pytest.Monke
         assert torch.cuda.Event is Event and gc.isenabled()
 
 
+def test_empty_hooks_go_and_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty, used = SimpleNamespace(calls=[]), SimpleNamespace(calls=[print])
+    runtime = SimpleNamespace(launch_enter_hook=empty, launch_exit_hook=used)
+    triton = ModuleType("triton")
+    triton.knobs = SimpleNamespace(runtime=runtime)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    with host.lean(["hooks"]):
+        assert runtime.launch_enter_hook is None and runtime.launch_exit_hook is used
+    assert runtime.launch_enter_hook is empty
+    del triton.knobs
+    with host.lean(["hooks"]):  # an older Triton
+        pass
+
+
+def test_outputs_are_processed_as_requests_end() -> None:
+    class Processor:
+        seen: list[list[str]] = []
+
+        def process_outputs(self, outputs: list[Any], timestamp: float) -> float:
+            self.seen.append([o.name for o in outputs])
+            return timestamp
+
+    processor = Processor()
+    going = SimpleNamespace(name="a", finish_reason=None)
+    ended = SimpleNamespace(name="b", finish_reason=1)
+    with host.lean(["answers"], None, processor):
+        assert processor.process_outputs([going, ended], timestamp=3.0) == 3.0
+        processor.process_outputs([going], 4.0)
+    processor.process_outputs([going], 5.0)
+    assert processor.seen == [["b"], [], ["a"]]
+
+
 def test_the_shortcut_is_there_inside_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def allocate_slots(*_: object) -> str:
         return "looked"
@@ -51,7 +83,9 @@ def test_the_shortcut_is_there_inside_alone(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_unknown_part_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown part 'warp'; known: blocks, spin, gc"):
+    with pytest.raises(
+        ValueError, match="unknown part 'warp'; known: blocks, spin, gc, hooks, answers"
+    ):
         with host.lean(["warp"]):
             pass
 
