@@ -26,11 +26,25 @@ class MambaSpec:
         self.mamba_cache_mode = mode
 
 
+class Blocks:
+    """vLLM's KVCacheBlocks; counts how often it looks at a group."""
+
+    looks = 0
+
+    def __init__(self, blocks: tuple[list[Any], ...]):
+        self.blocks = blocks
+
+    def get_block_ids(self, allow_none: bool = False, *, group_ids: Any = None) -> Any:
+        groups = self.blocks if group_ids is None else [self.blocks[i] for i in group_ids]
+        Blocks.looks += len(groups)
+        return None if allow_none and not any(groups) else tuple(list(g) for g in groups)
+
+
 class Manager:
     """A cache manager of two groups, blocks of 64 and 16 tokens; counts how often it looked."""
 
     def __init__(self, specs: tuple[Any, Any], caching: bool = False):
-        self.empty_kv_cache_blocks = object()
+        self.empty_kv_cache_blocks = Blocks(([], []))
         self.looks = 0
         groups = [
             SimpleNamespace(
@@ -65,7 +79,11 @@ def decode(manager: Manager, steps: int, lookahead: int = 0, lose: int = -1) -> 
             manager.free(request)
         new = 1 if request.num_computed_tokens else 20
         got = manager.allocate_slots(request, new, num_lookahead_tokens=lookahead)
-        out.append(0 if got is manager.empty_kv_cache_blocks else len(got))
+        out.append(0 if isinstance(got, Blocks) else len(got))
+        if isinstance(got, Blocks):
+            assert got.blocks is manager.empty_kv_cache_blocks.blocks
+            assert got.get_block_ids(allow_none=True) is None
+            assert got.get_block_ids() == ([], []) and got.get_block_ids(group_ids=[1]) == ([],)
         request.num_computed_tokens += new
     return out
 
@@ -98,6 +116,9 @@ def test_the_shortcut_finds_the_same_blocks_and_looks_rarely(lookahead: int, los
     assert decode(short, 120, lookahead, lose) == expected
     # one look finds blocks, the next one that they do
     assert short.looks == 2 * sum(n > 0 for n in expected)
+    # that nothing is nothing needs no look at a group
+    Blocks.looks = 0
+    assert short._no_blocks.get_block_ids(allow_none=True) is None and Blocks.looks == 0
 
 
 @pytest.mark.parametrize(

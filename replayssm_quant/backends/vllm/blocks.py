@@ -33,6 +33,16 @@ def covered(manager: Any, tokens: int) -> int:
     return until or 0
 
 
+def nothing(empty: Any) -> Any:
+    """``empty``, no blocks of any group, that says so without looking at each group."""
+
+    class Nothing(type(empty)):  # type: ignore[misc]
+        def get_block_ids(self, allow_none: bool = False, **more: Any) -> Any:
+            return None if allow_none else super().get_block_ids(**more)
+
+    return Nothing(empty.blocks)
+
+
 def shortcut(allocate: Callable) -> Callable:
     """``KVCacheManager.allocate_slots`` that returns at once while a request's blocks suffice.
 
@@ -50,10 +60,12 @@ def shortcut(allocate: Callable) -> Callable:
         known = getattr(request, "_covered", None)
         # another list: the request has lost its blocks since and got new ones
         if known is not None and known[0] is blocks and tokens <= known[1]:
-            return self.empty_kv_cache_blocks
+            return self._no_blocks
         found = allocate(self, request, new, **kwargs)
         if found is self.empty_kv_cache_blocks and blocks:
             request._covered = (blocks, covered(self, tokens))
+            if not hasattr(self, "_no_blocks"):
+                self._no_blocks = nothing(self.empty_kv_cache_blocks)
         return found
 
     setattr(allocate_slots, MARK, True)
