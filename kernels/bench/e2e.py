@@ -279,7 +279,7 @@ def measure(llm: Any, batch: int, tokens: int, vocab: int, warm: int = 20) -> di
     }
 
 
-def read_trace(path: Path, top: int = 40) -> dict[str, Any]:
+def read_trace(path: Path, top: int = 40, steps: int = PROFILE_STEPS) -> dict[str, Any]:
     """Time of a trace's GPU kernels: the longest by name, and the share of the span with any.
 
     ``path`` is what torch's profiler writes (Chrome trace JSON, gzip or not); its times are in
@@ -302,7 +302,7 @@ def read_trace(path: Path, top: int = 40) -> dict[str, Any]:
         until = max(until, at + took)
     longest = sorted(total.items(), key=lambda item: -item[1][1])[:top]
     return {
-        "steps": PROFILE_STEPS,
+        "steps": steps,
         "span_us": round(until - found[0][0], 1),
         "busy_us": round(busy, 1),
         "kernels": [[name, int(n), round(us, 1)] for name, (n, us) in longest],
@@ -313,23 +313,30 @@ KERNEL_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
 """What a GPU does, as torch's profiler calls it."""
 
 
-def profile(llm: Any, batch: int, vocab: int, folder: Path) -> dict[str, Any]:
-    """Where the GPU's time goes in ``PROFILE_STEPS`` decode steps of a batch."""
-    engine, full = llm.llm_engine, 0
+def profile(
+    llm: Any, batch: int, vocab: int, folder: Path, steps: int = PROFILE_STEPS, tokens: int = 0
+) -> dict[str, Any]:
+    """Where the GPU's time goes in ``steps`` decode steps of a batch that gets ``tokens`` tokens.
+
+    They are those after the eighth in which as many requests got a token as ever before.
+    """
+    engine, full, most = llm.llm_engine, 0, 1
 
     def trace(found: Any) -> None:
-        nonlocal full
-        if len(found.outputs) == batch:
+        nonlocal full, most
+        if len(found.outputs) > most and full < 8:
+            full, most = 0, len(found.outputs)
+        if len(found.outputs) == most:
             full += 1
-            if full in (8, 8 + PROFILE_STEPS):
+            if full in (8, 8 + steps):
                 (engine.start_profile if full == 8 else engine.stop_profile)()
 
     with noting(llm, trace):
-        measure(llm, batch, PROFILE_STEPS + 16, vocab, warm=0)
+        generate(llm, batch, tokens or steps + 16, vocab, "traced")
     traces = sorted(folder.glob("*.json*"), key=lambda p: p.stat().st_mtime)
     if not traces:
         raise RuntimeError("the engine's profiler wrote no trace")
-    return read_trace(traces[-1])
+    return read_trace(traces[-1], steps=steps)
 
 
 def profile_host(llm: Any, batch: int, vocab: int) -> dict[str, Any]:
@@ -433,16 +440,7 @@ def engine_arguments(model: Path, arm: Mapping[str, Any], args: argparse.Namespa
     cache = args.cache_gib * 2**30
     if not cache:
         cache = max(cache_bytes(args.model, arm, b, length) for b in batches)
-    profiler: dict[str, Any] = {}
-    if args.profile:
-        profiler["profiler_config"] = {
-            "profiler": "torch",
-            "torch_profiler_dir": str(model.absolute() / "trace"),
-            "torch_profiler_activities": ["CUDA"],
-            "torch_profiler_with_stack": False,
-            "torch_profiler_dump_cuda_time_total": False,
-            "ignore_frontend": True,
-        }
+    profiler = profiler_arguments(model) if args.profile else {}
     made = common_arguments(model, batches[-1], int(cache), args.memory_share)
     made |= {
         "max_model_len": length,
@@ -450,6 +448,19 @@ def engine_arguments(model: Path, arm: Mapping[str, Any], args: argparse.Namespa
         "additional_config": extra,
     }
     return made | profiler | arm.get("engine", {}) | json.loads(args.engine)
+
+
+def profiler_arguments(model: Path) -> dict[str, Any]:
+    """Arguments for traces of the GPU, in the folder ``model``."""
+    config = {
+        "profiler": "torch",
+        "torch_profiler_dir": str(model.absolute() / "trace"),
+        "torch_profiler_activities": ["CUDA"],
+        "torch_profiler_with_stack": False,
+        "torch_profiler_dump_cuda_time_total": False,
+        "ignore_frontend": True,
+    }
+    return {"profiler_config": config}
 
 
 def common_arguments(model: Path, batch: int, cache: int, memory_share: float) -> dict[str, Any]:
@@ -802,18 +813,21 @@ KERNEL_KINDS = (
 """Parts of a step, and what the names of their kernels contain."""
 
 
-def _profile_table(profiles: list[dict[str, Any]]) -> list[str]:
+def _profile_table(
+    profiles: list[dict[str, Any]], bases: Sequence[str] = ("fp32", "vllm-replay")
+) -> list[str]:
     """GPU time of a step and of its parts, in milliseconds."""
     if not profiles:
         return []
     kinds = [*(kind for kind, _ in KERNEL_KINDS), "other"]
-    header = ["arm", "GPU, ms a step", "x fp32", "x replay", "busy", *kinds]
+    names = (f"x {base.removeprefix('vllm-')}" for base in bases)
+    header = ["arm", "GPU, ms a step", *names, "busy", *kinds]
     out = []
     for batch in dict.fromkeys(r["batch"] for r in profiles):
         here = {r["arm"]: r for r in profiles if r["batch"] == batch}
         for arm, row in here.items():
             line = [f"{arm}, batch {batch}", f"{row['busy_us'] / row['steps'] / 1e3:.2f}"]
-            for base in ("fp32", "vllm-replay"):
+            for base in bases:
                 ratio = here[base]["busy_us"] / row["busy_us"] if base in here else None
                 line.append(_number(ratio))
             line.append(f"{row['busy_us'] / row['span_us']:.0%}")
@@ -824,9 +838,9 @@ def _profile_table(profiles: list[dict[str, Any]]) -> list[str]:
     return [
         "### Time on the GPU",
         "",
-        f"From a trace of {PROFILE_STEPS} decode steps: the time in which the GPU ran any kernel, "
-        "which is what a step takes where the host keeps up. *busy* is its share of the traced "
-        "span; far below 100 %, the step waits for the host (scheduler, sampling, processes), and "
+        f"From a trace of {profiles[0]['steps']} decode steps: the time in which the GPU ran any "
+        "kernel, which is what a step takes where the host keeps up. *busy* is its share of the "
+        "traced span; far below 100 %, the step waits for the host (scheduler, sampling, processes), and "
         "the tables above say little about the state. Parts in milliseconds a step; kernels beside "
         "each other count each.",
         "",

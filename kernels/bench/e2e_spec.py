@@ -25,10 +25,12 @@ from ...state.geometry import LayerGeometry, read_geometry
 from ...state.layout import MAX_DRAFTS, StateLayout, fp32_bytes
 from .e2e import (
     MODELS,
+    PROFILE,
     PROMPT,
     RESULTS,
     Engine,
     _points,
+    _profile_table,
     add_engine_options,
     bytes_of_request,
     child,
@@ -39,11 +41,15 @@ from .e2e import (
     host_of,
     newest_rows,
     noting,
+    profile,
+    profiler_arguments,
     run,
 )
 from .report import _number, _order, _table, _write
 
 OP = "e2e_spec_decode_throughput"
+PROFILE_STEPS = 16
+"""Steps of the trace that ``--profile`` takes."""
 ROTATED = {"rotate": True}
 ARMS: dict[str, dict[str, Any]] = {
     "plain": {"drafts": False},
@@ -153,6 +159,13 @@ def window(seen: Sequence[tuple[float, int, int, bool]], batch: int, tokens: int
 
 def measure_point(llm: Any, point: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
     """The row of a point, for ``e2e.child``."""
+    if point.get("kind") == PROFILE:
+        folder = Path(job["engine"]["profiler_config"]["torch_profiler_dir"])
+        spec = job["engine"].get("speculative_config", {})
+        width = 1 + spec.get("num_speculative_tokens", 0)
+        tokens = (PROFILE_STEPS + 12) * width  # so that none ends before the last step
+        row = profile(llm, point["batch"], job["vocab"], folder, PROFILE_STEPS, tokens)
+        return row | {"op": PROFILE, "batch": point["batch"]}
     return measure(llm, point["batch"], point["tokens"], job["vocab"])
 
 
@@ -161,6 +174,7 @@ def engine_arguments(model: Path, arm: Mapping[str, Any], args: argparse.Namespa
     extra: dict[str, Any] = {"gdn_prefill_backend": "triton"}
     if "options" in arm:
         extra["replayssm_quant"] = arm["options"] | {"block_shortcut": host_of(arm) == "served"}
+    profiler = profiler_arguments(model) if args.profile else {}
     lengths = {batch: PROMPT + tokens + args.drafts for batch, tokens in args.batches}
     batches = sorted(lengths)
     width = 1 + args.drafts if arm["drafts"] else 1
@@ -186,7 +200,7 @@ def engine_arguments(model: Path, arm: Mapping[str, Any], args: argparse.Namespa
             "rejection_sample_method": "synthetic",
             "synthetic_acceptance_length": args.accepted,
         }
-    return made | json.loads(args.engine)
+    return made | profiler | json.loads(args.engine)
 
 
 class DraftEngine(Engine):
@@ -214,6 +228,8 @@ class DraftEngine(Engine):
 def _line(row: Mapping[str, Any]) -> str:
     if "error" in row:
         return failure(row)
+    if row["op"] == PROFILE:
+        return f"{row['arm']}, batch {row['batch']}: GPU busy {row['busy_us'] / row['span_us']:.0%}"
     return (
         f"{row['arm']} ({row['runner']}, vLLM {row['vllm']}), {row['running']} of {row['batch']} "
         f"running: {row['step_ms']:.2f} ms a step, {row['tokens_a_step']:.2f} tokens a step and "
@@ -251,7 +267,8 @@ def _room(row: Mapping[str, Any]) -> float | None:
 def section(rows: list[dict[str, Any]]) -> list[str]:
     """Tables of one model."""
     failed = [r for r in rows if "error" in r]
-    rows = [r for r in rows if "error" not in r]
+    profiles = [r for r in rows if "error" not in r and r["op"] == PROFILE]
+    rows = [r for r in rows if "error" not in r and r["op"] == OP]
     first = (rows or failed)[0]
     lines = [f"## {first['model']}", ""]
     lines += heading(rows)
@@ -285,6 +302,7 @@ def section(rows: list[dict[str, Any]]) -> list[str]:
     ]
     if targets:
         lines += _table(["target, best arm", "at least", "reached", "met"], targets)
+    lines += _profile_table(profiles, ("vllm",))
     for arm in _order(failed, "arm"):
         why = next(r["error"] for r in failed if r["arm"] == arm)
         lines += [f"{arm} failed: {why}", ""]
@@ -317,7 +335,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--length", type=int, default=2048, help="tokens that vLLM counts its concurrency for")
     add("--cache-gib", type=float, default=110.0, help="vLLM's cache at most")
     add_engine_options(parser)
-    parser.set_defaults(profile=False, host_parts=None, host_profile=None)
+    add("--profile", action="store_true", help="also trace the GPU at the largest batch")
+    parser.set_defaults(host_parts=None, host_profile=None)
     add("--out", default=f"{OP}.json")
     args = parser.parse_args(argv)
     if args.child:

@@ -340,6 +340,24 @@ def test_a_trace_is_summed_by_kernel(tmp_path):
     assert "| P4+8, batch 256 | 5.50 | 2.00 | – | 73% |" in text
 
 
+def test_a_trace_is_of_steps_with_as_many_requests_as_run_together(
+    llm: Any, tmp_path: Path
+) -> None:
+    said, steps = [], []
+    llm.llm_engine.start_profile = lambda: said.append(len(steps))
+    llm.llm_engine.stop_profile = lambda: said.append(len(steps))
+    inner = llm.llm_engine.step
+    llm.llm_engine.step = lambda: (steps.append(1), inner())
+    events = [{"cat": "kernel", "name": "verify_kernel", "ts": 0.0, "dur": 4.0}]
+    (tmp_path / "a.json").write_text(json.dumps({"traceEvents": events}))
+    found = e2e.profile(llm, 4, 100, tmp_path, steps=5, tokens=40)
+    # one request more a step up to the fourth, which is the first of eight that are left out
+    assert said == [11, 16] and found["steps"] == 5 and found["busy_us"] == 4.0
+    table = e2e._profile_table([found | {"arm": "P4+8", "batch": 512}], ("vllm",))
+    assert "From a trace of 5 decode steps" in table[2]
+    assert table[4].startswith("| arm | GPU, ms a step | x vllm | busy | read |")
+
+
 def test_a_trace_without_kernels_is_refused(tmp_path):
     path = tmp_path / "trace.json"
     path.write_text(

@@ -24,6 +24,7 @@ def test_every_arm_is_plain_vllm_or_valid_options(model: str, arm: str) -> None:
         memory_share=0.1,
         cache_gib=0.25,
         engine='{"seed": 3}',
+        profile=False,
     )
     found = e2e_spec.engine_arguments(Path("m"), e2e_spec.arm_of(arm), args)
     width = 1 if arm == "plain" else 5
