@@ -840,9 +840,9 @@ def _profile_table(
         "",
         f"From a trace of {profiles[0]['steps']} decode steps: the time in which the GPU ran any "
         "kernel, which is what a step takes where the host keeps up. *busy* is its share of the "
-        "traced span; far below 100 %, the step waits for the host (scheduler, sampling, processes), and "
-        "the tables above say little about the state. Parts in milliseconds a step; kernels beside "
-        "each other count each.",
+        "traced span; far below 100 %, the step waits for the host (scheduler, sampling, "
+        "processes), and the tables above say little about the state. Parts in milliseconds a "
+        "step; kernels beside each other count each.",
         "",
         *_table(header, out),
     ]
