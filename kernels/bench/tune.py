@@ -25,22 +25,22 @@ from .registry import DESIGNS, OPS, Inputs, Op, Problem, Step
 from .run import Pass, Red, Settings, gate_step, interleave, write_json
 
 _FLUSH = (
-    "beside=0,flush=16",
     "beside=0,flush=12,flush_registers=168",
-    *(f"beside=1,flush={n}" for n in (3, 4, 6, 8, 16)),
-    "beside=1,flush=4,flush_registers=168",
+    *(f"beside=1,flush={n},flush_registers=128" for n in (4, 8, 12, 16)),
+    *(f"beside=1,flush={n},flush_registers=168" for n in (8, 12)),
 )
 SEARCH: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "mamba2": (
         (
             "readout",
             (
-                "heads=1,rows=64",
-                "heads=1,rows=32",
-                "heads=2,rows=64",
-                "heads=4,rows=64",
-                "heads=4,rows=64,ahead=1",
-                "heads=4,rows=32,ahead=1",
+                "heads=0,rows=64,registers=128",
+                "heads=0,rows=64,registers=96",
+                "heads=0,rows=32,registers=80",
+                "heads=1,rows=64,registers=128",
+                "heads=2,rows=64,registers=128",
+                "heads=2,rows=64,registers=255",
+                "heads=4,rows=64,registers=255",
                 "single=1,rows=16",
                 "single=1,rows=32",
             ),
