@@ -231,6 +231,22 @@ def test_the_report_compares_within_a_runner(python: str, tmp_path: Path) -> Non
     assert "fp32-bare failed: no plugin" in text
 
 
+def test_a_ratio_between_runs_is_marked(python: str, tmp_path: Path) -> None:
+    out = tmp_path / "e2e_decode_speedup-h200-2026-01-01.json"
+    arms = ["--arms", "fp32,vllm-replay,P4+8", "--python", python, "--out", str(out)]
+    assert e2e.main(arms) == 0
+    rows = json.loads(out.read_text())
+    later = [r | {"arm": "P8+4", "commit": "fedcba98"} for r in rows if r["arm"] == "P4+8"]
+    out.write_text(json.dumps(rows + later))
+    text = e2e.report(tmp_path, tmp_path).read_text()
+    commit = rows[0]["commit"][:7]
+    assert f"commits {commit} and fedcba9, vLLM" in text
+    line = next(x for x in text.splitlines() if x.startswith("| P8+4 (fedcba9) |"))
+    assert "| 2.50† | 2.00*† |" in line
+    line = next(x for x in text.splitlines() if x.startswith(f"| P4+8 ({commit}) |"))
+    assert "| 2.50 | 2.00* |" in line
+
+
 def test_hosts_are_compared_apart(python: str, tmp_path: Path) -> None:
     out = tmp_path / "e2e_decode_speedup-h200-2026-01-01.json"
     argv = ["--arms", "fp32,P4+8,P4+8-served", "--python", python, "--out", str(out)]
