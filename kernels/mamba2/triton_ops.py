@@ -38,12 +38,14 @@ class LaunchConfig:
     """How a step is launched.
 
     heads: of a readout program, at most, or 0: it takes one block of a group's rows, of whatever
-    heads (matrix units only); rows: of a block; ahead: 1 to load the next block while one is worked
-    on; warps: of a readout program without matrix units; registers: of one of its threads, at most
-    (255: any number).
+    heads (matrix units only); across: 1 to take 0 where a head is no whole number of blocks; rows:
+    of a block; ahead: 1 to load the next block while one is worked on; warps: of a readout program
+    without matrix units; registers: of a thread of one with them, at most (255: any number), where
+    d_state is at most 128.
 
-    flush: programs that flush for each multiprocessor; flush_registers: of one, at most; beside: 1
-    to flush on a stream beside the reads, 0 after them.
+    flush: programs that flush for each multiprocessor (half as many of two warps where d_state is
+    256); flush_registers: of one, at most; beside: 1 to flush on a stream beside the reads, 0 after
+    them.
 
     single: 1 to do all of that in one launch whose programs serve ``rows`` rows of a head each,
     whether they read or flush, and prepare for themselves; only ``rows`` counts then.
@@ -58,40 +60,50 @@ class LaunchConfig:
     beside: int = 0
     single: int = 0
     registers: int = 255
+    across: int = 0
 
 
 _SMALL = (
     (1, LaunchConfig(1, 16, single=1)),
     (4, LaunchConfig(0, 64)),
 )
-LAUNCH: dict[int, tuple[tuple[int, LaunchConfig], ...]] = {
-    4: (
-        *_SMALL,
-        (32, LaunchConfig(0, 64, flush=12, flush_registers=168, beside=1, registers=128)),
-    ),
-    8: (*_SMALL, (32, LaunchConfig(0, 64, flush=8, beside=1, registers=96))),
-    16: (*_SMALL, (32, LaunchConfig(4, 64, warps=2, flush=12, beside=1))),
-    32: (*_SMALL, (32, LaunchConfig(4, 64, warps=2, flush=12, beside=1))),
+_E2M1 = LaunchConfig(2, 64, flush=12, flush_registers=168, beside=1, registers=128, across=1)
+_INTEGER = LaunchConfig(2, 64, flush=8, flush_registers=168, beside=1, registers=112)
+_WIDE = LaunchConfig(4, 64, warps=2, flush=12, beside=1)
+LAUNCH: dict[str, tuple[tuple[int, LaunchConfig], ...]] = {
+    "float4": (*_SMALL, (32, _E2M1)),
+    "int4": (*_SMALL, (32, _INTEGER)),
+    "float8": (*_SMALL, (32, LaunchConfig(0, 64, flush=8, beside=1, registers=96))),
+    "int8": (*_SMALL, (32, _INTEGER)),
+    "float16": (*_SMALL, (32, _WIDE)),
+    "float32": (*_SMALL, (32, _WIDE)),
 }
-"""Bits of the readout's codes -> (smallest batch, launch configuration), ascending.
+"""Kind of the readout's elements -> (smallest batch, launch configuration), ascending.
 
 The registers of a multiprocessor belong to its four schedulers, 16,384 each: a scheduler holds four
-one-warp programs of up to 128 registers, three of up to 168, five of up to 96.
+one-warp programs of up to 128 registers, three of up to 168, five of up to 96. What was timed in
+the mix at batch 256 (NVIDIA H200, triton 3.6.0), in microseconds:
 
-From batch 32 on flushes run beside the reads, as timed at batch 256 (NVIDIA H200, triton 3.6.0,
-commit d0d926b, nvfp4 + fp16, P4+8 and e4m3 on the Super geometry, the first two on Nano-4B's): with
-12 programs of 168 registers 99 us for nvfp4 + fp16, after the reads 109, with 128 registers 111; of
-P4+8 all from 8 to 16 programs lie within 2 %; e4m3 is fastest with 4 or 8 of 128 (100, 101 us).
-Batch 1: the fastest in the mix for nvfp4 + fp16 (same GPU and geometry, commit 75341f4: 4.7 us with
-16 rows, 4.9 with 32, 5.8 with 64, 8.8 in four launches). One launch prepares for each head and 16
-rows anew, so it loses where the GPU is full; it was not timed beyond one sequence. At batch 8 the
-four launches are 1.3x as fast as vLLM's fp32 step (commit d2ec0d0).
+- nvfp4 + fp16 (commit 1c6323e): Super 94 as here, 96 with one block a program or 8 flush programs;
+  Nano-4B (80 rows a head) 92 as here, 93 with 8 flush programs, 101 by heads.
+- P4+8: Super 102 as here (commit d0d926b), 109 with one block a program and 12 flush programs
+  (commit 1c6323e; why is open); Nano-4B 110, 107 without a limit of registers. P8+4 and int8 are
+  taken over from it: with one block a program their reads were slower, too (116 us, 104 before).
+- e4m3: Super 102 as here (commit 1c6323e); 101 with two heads a program (commit d0d926b).
+- Falcon-H1 (d_state 256, commit d0d926b): 111 with 6 flush programs of 168 registers, 128 with 12
+  of 128.
+- Batch 1, nvfp4 + fp16 (commit 75341f4): 4.7 with 16 rows, 4.9 with 32, 5.8 with 64, 8.8 in four
+  launches. One launch prepares for each head and 16 rows anew, so it loses where the GPU is full;
+  it was not timed beyond one sequence. Batch 8 (commit 1c6323e): 15.2 where vLLM's fp32 step takes
+  20.9; fp32 states 25.7.
 """
 
 
 def launch_for(config: StateConfig, batch: int) -> LaunchConfig:
     """What ``LAUNCH`` says for a readout format and a batch."""
-    return [c for least, c in LAUNCH[config.readout.bits] if least <= max(batch, 1)][-1]
+    kind = "int" if config.readout.element.startswith("int") else "float"
+    table = LAUNCH[f"{kind}{config.readout.bits}"]
+    return [c for least, c in table if least <= max(batch, 1)][-1]
 
 
 def divisor_up_to(total: int, limit: int) -> int:
@@ -233,7 +245,8 @@ def _run(
         flush_rows(
             views, config, rows, x, dt, A, B, C, y, D=D, z=z, dt_bias=dt_bias,
             dt_softplus=dt_softplus, layer=layer, head_offset=head_offset,
-            per_multiprocessor=launch.flush, registers=launch.flush_registers,
+            per_multiprocessor=max(1, launch.flush // launch_warps(n)),
+            registers=launch.flush_registers,
         )  # fmt: skip
 
     if launch.beside:
@@ -258,7 +271,8 @@ def _run(
         HAS_D=D is not None and D.ndim == 1, num_warps=1, **reading,
     )  # fmt: skip
     block = block_rows(launch.rows, n, ring_x.dtype, config.readout) if matrix else launch.rows
-    shared = launch.heads == 0 and matrix and p % 16 == 0 and per_group * p % block == 0
+    shared = launch.heads == 0 or (launch.across == 1 and p % block != 0)
+    shared = shared and matrix and p % 16 == 0 and per_group * p % block == 0
     count = divisor_up_to(per_group, max(1, launch.heads))
     span = block if shared else count * p
     names = ("copy", "copy_scale", "copy_tile")
@@ -270,7 +284,7 @@ def _run(
         ROWS=block, AHEAD=bool(launch.ahead) and matrix, SHARED=shared, MATRIX=matrix,
         D_ROWS=0 if D is None else D.ndim, HAS_Z=z is not None,
         num_warps=1 if matrix else launch.warps, **copy, **reading, **early(start),
-        **register_limit(launch.registers),
+        **register_limit(launch.registers if matrix and n <= 128 else 255),
         **{s: sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES")},
     )  # fmt: skip
     if launch.beside:

@@ -25,7 +25,7 @@ CHANGES = {
         {"heads": 4, "rows": 64, "ahead": 1},
         {"registers": 255},
         {"heads": 0, "registers": 128},
-        {"heads": 0, "rows": 32},
+        {"heads": 2, "rows": 32, "across": 1},
         {"beside": 1, "flush": 3},
         {"flush_registers": 255},
         {"single": 1, "rows": 16},
