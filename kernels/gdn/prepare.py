@@ -618,7 +618,8 @@ def push_back(
                 head_ok, HK, HV, K, KP, LP, PER, PERP,
             )  # fmt: skip
         if ROTATE:
-            r = rotate_rows(r, sign_ptr, PERP, K, KP, True)
+            # between lanes only where no other tile has this shape: [PERP, V] takes its own layout
+            r = rotate_rows(r, sign_ptr, PERP, K, KP, PERP == 1)
         top = tl.max(tl.abs(r), 1, keep_dims=True)
         tl.store(top_ptr + part, top, mask=head_ok)
         inverse = 1.0 / tl.where(top > 0, top, 1.0)
