@@ -135,6 +135,19 @@ def test_a_flush_agrees_with_float64(
     assert "flush_kernel" in report["ran"] and report["flips"] < 5e-3
 
 
+@pytest.mark.slow
+def test_a_read_of_32_tokens_agrees_with_float64(tmp_path: Path) -> None:
+    """Two value heads a key: their v have the shape of the queries, which a rotation turns."""
+    script = STEP.replace(
+        "DESIGNS[design], 33", "dataclasses.replace(DESIGNS[design], buffer_len=32), 33"
+    )
+    script = script.replace('problem.steps("flush")[0]', 'problem.steps("readout")[9]')
+    script = script.replace("import json, sys", "import dataclasses, json, sys")
+    case = [90, "gdn_decode", "P8+4-sr-rot", [2, 128, 128, 1], "bfloat16"]
+    report = emulate(script, case, tmp_path)  # which raises where y is wrong
+    assert {"prepare_kernel", "readout_kernel"} <= set(report["ran"])
+
+
 CONVERSIONS = """
 import json
 import torch
