@@ -181,3 +181,57 @@ def test_conversions_are_used_where_a_gpu_has_them(asked: bool, tmp_path: Path) 
         "cvt.rs.satfinite.f16x2.f32": asked,
         "cvt.rn.satfinite.e2m1x2": True,
     }
+
+
+VERIFY = """
+import dataclasses, json, sys
+import torch
+torch.set_num_threads(1)
+from replayssm_quant.kernels.bench import verify
+from replayssm_quant.kernels.bench.emulate import emulated
+from replayssm_quant.kernels.bench.registry import DESIGNS
+from replayssm_quant.kernels.gdn import verify as gdn
+from replayssm_quant.kernels.mamba2 import verify as mamba2
+from replayssm_quant.state.geometry import LayerGeometry
+
+kind, design, shape, launches = json.loads(sys.argv[1])
+module = mamba2 if kind == "mamba2" else gdn
+problem = verify.VerifyProblem(
+    verify.OPS[f"{kind}_verify"], LayerGeometry(kind, *shape), DESIGNS[design], 2,
+    device=torch.device("cpu"), tokens=5, sets=1,
+)
+start, found, ran = problem.pages.clone(), [], []
+for launch in launches:
+    module.LAUNCH = ((1, dataclasses.replace(module.LAUNCH[0][1], **launch)),)
+    problem.pages.copy_(start)
+    step = problem.verify_steps("mix")[0]
+    with emulated(90) as names:
+        verify._gate_step(problem, step, "mix", "triton")
+    ran.append(names)
+    found.append(problem.pages.clone())
+print(json.dumps({
+    "ran": ran, "flush": step.rows.flush.tolist(),
+    "differ": [int((f != found[0]).sum()) for f in found],
+    "untouched": torch.equal(found[0], start),
+}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind, design, shape, launches",
+    [
+        ("mamba2", "e4m3-sr", [2, 32, 128, 1], [{"fused": 1}, {"fused": 0}]),
+        ("gdn", "P8+4-sr-rot", [2, 32, 128, 1], [{"heads": 2}, {"heads": 1}, {"fused": 0}]),
+    ],
+)
+def test_a_verify_step_folds_where_it_reads(
+    kind: str, design: str, shape: list[int], launches: list[dict], tmp_path: Path
+) -> None:
+    """One launch that folds and reads: y and state by float64, and the bytes of other launches."""
+    report = emulate(VERIFY, [kind, design, shape, launches], tmp_path)
+    assert report["flush"] == [True, False] and not report["untouched"]
+    for launch, ran in zip(launches, report["ran"], strict=True):
+        assert ran[-1] == "verify_matrix_kernel"
+        assert ("flush_kernel" in ran) == (launch.get("fused") == 0)
+    assert not any(report["differ"])
