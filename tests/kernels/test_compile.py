@@ -42,7 +42,7 @@ cases = {
     100: [
         (mamba, LayerGeometry("mamba2", 12, 80, 128, 1), flags("P4+8", rotate=True)),
         (mamba, LayerGeometry("mamba2", 2, 64, 16, 1), flags("fp16", "same", buffer_len=1)),
-        (delta, LayerGeometry("gdn", 2, 64, 64, 1), flags("e4m3", "same")),
+        (delta, LayerGeometry("gdn", 2, 128, 128, 1), flags("e4m3", "same")),
     ],
 }[arch]
 for op, geometry, config in cases:

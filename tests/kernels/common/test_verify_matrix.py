@@ -174,7 +174,8 @@ def _words_kernel(c_ptr, x_ptr, out_ptr, OUTPUT: tl.constexpr):
     """Words of queries x [8, 128], then what ``load_queries`` makes of them: [16, 8, 4]."""
     t, n = tl.arange(0, 8)[:, None], tl.arange(0, 64)[None, :]
     low, high = tl.load(x_ptr + t * 128 + n), tl.load(x_ptr + t * 128 + 64 + n)
-    verify_matrix.store_queries(c_ptr, low, high, tl.arange(0, 8) >= 0, OUTPUT)
+    token = tl.arange(0, 8)
+    verify_matrix.store_queries(c_ptr, low, high, token, token >= 0, OUTPUT)
     c = verify_matrix.load_queries(c_ptr)
     at = tl.arange(0, 8)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
     for k in tl.static_range(16):
@@ -358,7 +359,8 @@ print(json.dumps(found))
     ],
 )
 def test_lanes_hold_what_the_matrix_units_want(case):
-    """A product sees lane 4 g + q hold elements (., g, q), a query four neighbours a lane."""
+    """A product of a read sees lane 4 g + q hold elements (., g, q), one of a fold (g, 4 q ...) as
+    loads leave them, a query four neighbours a lane."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", LAYOUTS, json.dumps(case)],
@@ -367,13 +369,17 @@ def test_lanes_hold_what_the_matrix_units_want(case):
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     products = [layouts for mma, layouts in found if mma]
-    assert len(products) >= 8
-    for layouts in products:
+    loaded = "sizePerThread = [1, 4], threadsPerWarp = [8, 4], warpsPerCTA = [1, 1], order = [1, 0]"
+    folds = [layouts for layouts in products if len(layouts) == 1 and loaded in layouts[0]]
+    reads = [layouts for layouts in products if layouts not in folds]
+    assert len(reads) >= 8
+    for layouts in reads:
         assert len(layouts) == 1
         order = r"PerWarp = \[1, 8, 4\].*order = \[(0, 2, 1|2, 1, 0|2, 0, 1)\]"
         lanes = "lane = [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]]" in layouts[0]
         assert lanes or re.search(order, layouts[0]), layouts
     turned = [layouts for mma, layouts in found if not mma]
-    assert len(turned) == 1 + case[2].startswith("P")
-    for layouts in turned:
-        assert len(layouts) == 1 and "[1, 4], threadsPerWarp = [1, 32]" in layouts[0]
+    assert all(len(layouts) == 1 for layouts in turned)
+    others = [layouts[0] for layouts in turned if loaded not in layouts[0]]  # not of the fold
+    queries = [layout for layout in others if "[1, 4], threadsPerWarp = [1, 32]" in layout]
+    assert others == queries and len(queries) >= 1 + case[2].startswith("P")
