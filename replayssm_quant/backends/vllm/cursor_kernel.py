@@ -14,6 +14,24 @@ _BLOCK = 128
 _NUMBERS = ("block_stride", "count")  # any value of them is one kernel
 
 
+@triton.jit
+def _store_plan(
+    valid_ptr, flush_ptr, position_ptr, key_ptr, row, ok, live, tokens, base, key,
+    L: tl.constexpr, STAGGER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What rows of ``tokens`` tokens, whose prefill ended at ``base``, do in a decode step."""
+    steps = tl.maximum(tokens - 1 - base, 0)
+    first = tl.full([BLOCK], L, tl.int32)
+    if STAGGER:
+        first -= (((key >> 17) & 0xFFFFFFFF) % L).to(tl.int32)
+    valid = tl.where(steps < first, steps, tl.maximum(steps - first, 0) % L)
+    flush = tl.where(steps < first, steps + 1 == first, valid + 1 == L)
+    tl.store(valid_ptr + row, tl.where(live, valid, 0), mask=ok)
+    tl.store(flush_ptr + row, (flush & live).to(tl.uint8), mask=ok)
+    tl.store(position_ptr + row, tokens, mask=ok)
+    tl.store(key_ptr + row, key, mask=ok)
+
+
 @triton.jit(do_not_specialize=_NUMBERS)
 def _decode_rows_kernel(
     block_ptr, len_ptr, base_ptr, slot_key_ptr, request_key_ptr,
@@ -30,17 +48,12 @@ def _decode_rows_kernel(
         key = tl.load(request_key_ptr + row, mask=ok, other=0)
     else:
         key = tl.load(slot_key_ptr + block, mask=ok, other=0)
-    steps = tl.maximum(tokens - 1 - tl.load(base_ptr + block, mask=ok, other=0), 0)
-    first = tl.full([BLOCK], L, tl.int32)
-    if STAGGER:
-        first -= (((key >> 17) & 0xFFFFFFFF) % L).to(tl.int32)
-    valid = tl.where(steps < first, steps, tl.maximum(steps - first, 0) % L)
-    flush = tl.where(steps < first, steps + 1 == first, valid + 1 == L)
+    base = tl.load(base_ptr + block, mask=ok, other=0)
     tl.store(slots_ptr + row, tl.where(live, block, -1), mask=ok)
-    tl.store(valid_ptr + row, tl.where(live, valid, 0), mask=ok)
-    tl.store(flush_ptr + row, (flush & live).to(tl.uint8), mask=ok)
-    tl.store(position_ptr + row, tokens, mask=ok)
-    tl.store(key_ptr + row, key, mask=ok)
+    _store_plan(
+        valid_ptr, flush_ptr, position_ptr, key_ptr, row, ok, live, tokens, base, key,
+        L, STAGGER, BLOCK,
+    )  # fmt: skip
 
 
 def decode_rows(
@@ -87,16 +100,11 @@ def _group_rows_kernel(
         index = tl.load(index_ptr + row, mask=here, other=0)
         key = tl.load(request_key_ptr + index, mask=here, other=0)
         tokens = tl.load(len_ptr + row, mask=here, other=0).to(tl.int32)
-        steps = tl.maximum(tokens - 1 - tl.load(base_ptr + block, mask=here, other=0), 0)
-        first = tl.full([BLOCK], L, tl.int32)
-        if STAGGER:
-            first -= (((key >> 17) & 0xFFFFFFFF) % L).to(tl.int32)
-        valid = tl.where(steps < first, steps, tl.maximum(steps - first, 0) % L)
-        flush = tl.where(steps < first, steps + 1 == first, valid + 1 == L)
-        tl.store(valid_ptr + row, tl.where(live, valid, 0), mask=ok)
-        tl.store(flush_ptr + row, (flush & live).to(tl.uint8), mask=ok)
-        tl.store(position_ptr + row, tokens, mask=ok)
-        tl.store(key_ptr + row, key, mask=ok)
+        base = tl.load(base_ptr + block, mask=here, other=0)
+        _store_plan(
+            valid_ptr, flush_ptr, position_ptr, key_ptr, row, ok, live, tokens, base, key,
+            L, STAGGER, BLOCK,
+        )  # fmt: skip
 
 
 def group_rows(
