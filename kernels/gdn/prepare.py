@@ -340,6 +340,20 @@ def _key_products(keys):
 
 
 @triton.jit
+def _walk_back(t, rate, scratch, LP: tl.constexpr, PERP: tl.constexpr):
+    """t_i = t_i - sum_(j > i) (k_i . k_j) rate_j t_j of t, rate [PERP, LP], from the newest token
+    back; the keys' products with each other [LP, LP] are at ``scratch``."""
+    token = tl.arange(0, LP)
+    products = ()
+    for i in tl.static_range(LP):
+        products = products + (tl.load(scratch + i * LP + token)[None, :],)
+    for i in tl.static_range(1, LP):
+        e = tl.gather(rate * t, tl.full([PERP, LP], LP - i, tl.int32), 1)
+        t = t - tl.where((token < LP - i)[None, :], products[LP - i], 0.0) * e
+    return t
+
+
+@triton.jit
 def _solve_back(
     q, k, rk_now, g_now, beta_now, valid, ring_k, ring_rk, ring_g, ring_beta, scratch, weight, n,
     head_ok,
@@ -373,13 +387,8 @@ def _solve_back(
     wide = keys.to(tl.float32)
     t = tl.broadcast_to(tl.sum(wide * q, 1)[None, :], [PERP, LP])
     tl.debug_barrier()  # other lanes read what this program has just written
-    products = ()
-    for i in tl.static_range(LP):
-        products = products + (tl.load(scratch + i * LP + token)[None, :],)
     rate = beta * rk * rk
-    for i in tl.static_range(1, LP):
-        e = tl.gather(rate * t, tl.full([PERP, LP], LP - i, tl.int32), 1)
-        t = t - tl.where((token < LP - i)[None, :], products[LP - i], 0.0) * e
+    t = _walk_back(t, rate, scratch, LP, PERP)
     after = tl.exp(tl.cumsum(after.to(tl.float64), 1, reverse=True).to(tl.float32))
     whole = tl.exp(tl.sum(g.to(tl.float64), 1, keep_dims=True).to(tl.float32))
     known = head_ok & (token <= valid)[None, :]
@@ -548,13 +557,8 @@ def _solve_words(
     tl.debug_barrier()  # other lanes read what this program has just written
     t = tl.load(scratch + LP * LP + token)[None, :] * factor
     t = tl.broadcast_to(t, [PERP, LP])
-    products = ()
-    for i in tl.static_range(LP):
-        products = products + (tl.load(scratch + i * LP + token)[None, :],)
     rate = beta * rk * rk
-    for i in tl.static_range(1, LP):
-        e = tl.gather(rate * t, tl.full([PERP, LP], LP - i, tl.int32), 1)
-        t = t - tl.where((token < LP - i)[None, :], products[LP - i], 0.0) * e
+    t = _walk_back(t, rate, scratch, LP, PERP)
     wide = g.to(tl.float64)  # where no order of additions shows
     cum = tl.cumsum(wide, 1, reverse=True)
     after = tl.exp((cum - wide).to(tl.float32))
