@@ -441,17 +441,14 @@ def flush_kernel(
     COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
     UPDATE: tl.constexpr, OUTPUT: tl.constexpr, HAS_COPY: tl.constexpr,
     SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
-    DOT: tl.constexpr, LP: tl.constexpr, WARPS: tl.constexpr, APART: tl.constexpr,
+    DOT: tl.constexpr, LP: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Any number of programs share the tiles (row, head, 16 rows of the head) that flush.
 
     Each takes a run of neighbours: they read the same window, and the next tile is asked for while
-    this one is worked on. Programs whose numbers are APART apart, as those of one multiprocessor
-    are, take runs that follow each other.
+    this one is worked on.
     """
     mine, programs = tl.program_id(0), tl.num_programs(0)
-    if APART > 1:
-        mine = mine % APART * (programs // APART) + mine // APART
     EACH: tl.constexpr = HV * TILES
     units = tl.load(list_ptr) * EACH
     run = tl.cdiv(units, programs)

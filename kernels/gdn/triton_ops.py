@@ -47,9 +47,8 @@ class LaunchConfig:
     worked on; warps: of a readout program without matrix units; registers: of one, at most.
 
     window: warps of a program that prepares flushes (1, 2 or 4: several hold fewer registers each).
-    flush: programs that flush for each multiprocessor; flush_registers: of one, at most; near: 1
-    where those of a multiprocessor take neighbouring tiles; beside: 1 to flush on a stream beside
-    the reads, 0 after them; dot_from: windows of at least this length
+    flush: programs that flush for each multiprocessor; flush_registers: of one, at most; beside: 1
+    to flush on a stream beside the reads, 0 after them; dot_from: windows of at least this length
     fold by matrix products, shorter ones token by token.
 
     single: 1 to do all of that in one launch whose programs serve ``rows`` rows of a head each,
@@ -65,7 +64,6 @@ class LaunchConfig:
     flush_registers: int = 128
     window: int = 1
     beside: int = 0
-    near: int = 0
     dot_from: int = 5
     single: int = 0
     registers: int = 255
@@ -271,7 +269,6 @@ def _run(
             **inputs, **made, **register_limit(96 if warps > 1 else 255),
         )  # fmt: skip
         flush_kernel[(programs,)](
-            APART=cores if launch.near and programs % cores == 0 else 1,
             list_ptr=listed, v_ptr=v, v_stride=v.stride(0), PER=per_key, GW=gate_width, LP=window,
             num_warps=launch_warps(n), num_stages=1, **stored, **made, **common, **planes,
             **_ring_arguments(views, ("ring_v", "ring_g", "ring_beta")), **plane_sizes,

@@ -38,7 +38,6 @@ CHANGES = {
         {"window": 2},
         {"window": 4},
         {"beside": 1, "flush": 3},
-        {"near": 1},
         {"flush_registers": 255},
         {"single": 1, "rows": 16},
         {"single": 1, "rows": 64},
