@@ -7,20 +7,25 @@ start and the end of the batch do. Dummy weights say nothing about accuracy.
 
 Every arm runs on the leaner host of ``host``, or, with ``-served``, on vLLM's as it is.
 
-``--report`` makes the tables of E2E.md from the committed rows instead.
+``--plan`` takes waves of engines of several models and batches from a file, so that one run on one
+machine has them all. ``--add`` puts the rows of a run in the place of the committed ones, and
+``--report`` makes the tables of E2E.md from those.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import fcntl
 import gzip
+import itertools
 import json
 import math
 import os
 import random
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -113,6 +118,8 @@ PROFILE_STEPS = 32
 
 PROMPT = 22
 """Tokens of the longest prompt."""
+REHEARSED = 0.3
+"""Share of the cache in a rehearsal: vLLM wants a block for each request, which takes 4 or 7."""
 RESULTS = Path(__file__).parent / "results"
 OP = "e2e_decode_speedup"
 PROFILE = "e2e_profile"
@@ -436,14 +443,15 @@ def engine_arguments(model: Path, arm: Mapping[str, Any], args: argparse.Namespa
     if "options" in arm:  # elsewhere every arm has the shortcut, or none
         extra["replayssm_quant"] = arm["options"] | {"block_shortcut": host_of(arm) == "served"}
     batches = sorted({batch for batch, _ in args.batches})
-    length = max_length(args)
     cache = args.cache_gib * 2**30
     if not cache:
-        cache = max(cache_bytes(args.model, arm, b, length) for b in batches)
-    profiler = profiler_arguments(model) if args.profile else {}
+        lengths = [(batch, length_of(tokens)) for batch, tokens in asked(args)]
+        cache = max(cache_bytes(args.model, arm, b, n) for b, n in lengths)
+        cache *= REHEARSED if args.rehearse else 1
+    profiler = profiler_arguments(model) if args.profile is not None else {}
     made = common_arguments(model, batches[-1], int(cache), args.memory_share)
     made |= {
-        "max_model_len": length,
+        "max_model_len": max(length_of(tokens) for _, tokens in asked(args)),
         "compilation_config": {"cudagraph_capture_sizes": batches},
         "additional_config": extra,
     }
@@ -480,16 +488,20 @@ def common_arguments(model: Path, batch: int, cache: int, memory_share: float) -
     }
 
 
-def max_length(args: argparse.Namespace) -> int:
-    """Tokens of the longest request, rounded up to 16."""
-    return 16 * math.ceil((PROMPT + longest(args) + 1) / 16)
+def length_of(tokens: int) -> int:
+    """Tokens of a request whose response has ``tokens``, rounded up to 16."""
+    return 16 * math.ceil((PROMPT + tokens + 1) / 16)
 
 
-def longest(args: argparse.Namespace) -> int:
-    """Tokens of the longest response that is asked for."""
-    extra = [PROFILE_STEPS + 16] if args.profile else []
-    extra += [HOST_STEPS + 16] if args.host_profile is not None else []
-    return max([*extra, *(tokens for _, tokens in args.batches)])
+def asked(args: argparse.Namespace) -> list[tuple[int, int]]:
+    """(batch, tokens of each response) of all that an engine is to measure."""
+    largest, _ = max(args.batches)
+    out = list(args.batches)
+    if args.profile is not None:
+        out.append((args.profile or largest, PROFILE_STEPS + 16))
+    if args.host_profile is not None:
+        out.append((largest, HOST_STEPS + 16))
+    return out
 
 
 class Engine:
@@ -503,7 +515,8 @@ class Engine:
         model.mkdir(exist_ok=True)
         config = COMMON | MODELS[args.model]
         (model / "config.json").write_text(json.dumps(config))
-        self.name, self.out, self.log = name, folder / f"{name}.json", folder / f"{name}.log"
+        stem = f"{model.name}-{max(args.batches)[0]}"
+        self.name, self.out, self.log = name, folder / f"{stem}.json", folder / f"{stem}.log"
         self.args, self.arm = args, self.find_arm(name)
         self.engine = self.arguments(model)
         self.host = host_of(self.arm)
@@ -564,7 +577,7 @@ class Engine:
         return names is None or (self.host != "served" and (not names or self.name in names))
 
     def measure(self, point: Mapping[str, Any], deadline: float) -> None:
-        """Let it measure one point, and wait for it."""
+        """Let it measure one point, and wait for it. It ends if that takes too long."""
         if not self.start_s or self.process.poll() is not None:
             return
         if not self.takes(point):
@@ -574,10 +587,13 @@ class Engine:
             assert self.process.stdin is not None
             self.process.stdin.write(json.dumps(point) + "\n")
             self.process.stdin.flush()
-        while time.perf_counter() < deadline and self.process.poll() is None:
+        until = min(deadline, time.perf_counter() + self.args.point_seconds)
+        while time.perf_counter() < until and self.process.poll() is None:
             if self.out.is_file() and len(json.loads(self.out.read_text())["rows"]) >= self.asked:
                 return
             time.sleep(0.05)
+        if until < deadline:  # what hangs must not disturb the others
+            self.process.kill()
 
     def rows(self, model: str) -> list[dict[str, Any]]:
         """A row for each point; one with an error where there is none."""
@@ -596,20 +612,26 @@ class Engine:
             "concurrency_tokens": int(room[1].replace(",", "")) if room else None,
             "start_s": round(self.start_s, 1),
         }
+        rows: list[dict[str, Any]] = []
         if self.out.is_file():
             found = json.loads(self.out.read_text())
-            rows = found.pop("rows")
-            return [common | found | row for row in rows]
+            rows = [common | found | row for row in found.pop("rows")]
         if self.process.poll() is None:
-            return [common | {"error": f"ran out of time, {'up' if self.start_s else 'starting'}"}]
-        errors = [x for x in log.splitlines() if "Error" in x]
-        return [common | {"error": (errors or log.splitlines() or ["no output"])[-1][-500:]}]
+            why = f"ran out of time, {'up' if self.start_s else 'starting'}"
+            return rows or [common | {"error": why}]
+        if len(rows) < self.asked or not rows:
+            errors = [x for x in log.splitlines() if "Error" in x]
+            why = (errors or log.splitlines() or ["no output"])[-1][-500:]
+            rows.append(common | {"error": why})
+        return rows
 
     def close(self) -> None:
-        """Ask it to end."""
+        """Ask it to end; one that has not come up is ended."""
         with contextlib.suppress(OSError):
             assert self.process.stdin is not None
             self.process.stdin.close()
+        if not self.start_s:
+            self.process.kill()
 
     def stop(self) -> None:
         """Wait for the end, so that its memory is free."""
@@ -633,25 +655,60 @@ def _alone(lock: str | None) -> Iterator[None]:
 
 
 def points_of(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """What each engine is to measure, in this order: the first batch, profiles, other batches."""
+    """What each engine is to measure, in this order: the batches, then profiles."""
     timed: list[dict[str, Any]] = [{"batch": b, "tokens": t} for b, t in args.batches]
+    if args.rehearse:
+        return [timed[0] | {"tokens": 8}]
     largest, tokens = max(args.batches)
     more: list[dict[str, Any]] = []
-    if args.profile:
-        more.append({"batch": largest, "tokens": None, "kind": PROFILE})
+    if args.profile is not None:
+        more.append({"batch": args.profile or largest, "tokens": None, "kind": PROFILE})
     if args.host_profile is not None:
         more.append({"batch": largest, "tokens": None, "kind": HOST_PROFILE})
     if args.host_parts is not None:
         names = [[], *([n] for n in host.PARTS), list(host.PARTS)]
         some = {"batch": largest, "tokens": min(tokens, 120), "kind": HOST_PARTS}
         more += [some | {"parts": parts} for parts in names]
-    return [timed[0], *more, *timed[1:]]
+    return [*timed, *more]
+
+
+def read_plan(
+    path: Path, parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> list[list[argparse.Namespace]]:
+    """Waves of engines from a file: a line of options for engines alike, an empty one after a wave.
+
+    Lines take what they do not say from ``args``. '#' begins a comment. Raises ValueError if the
+    file names no engine.
+    """
+    waves: list[list[argparse.Namespace]] = [[]]
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.lstrip().startswith("#"):
+            continue
+        if words := shlex.split(line, comments=True):
+            waves[-1].append(parser.parse_args(words, copy.copy(args)))
+        else:
+            waves.append([])
+    if not any(waves):
+        raise ValueError(f"{path} names no engine; write a line of options for each kind of them")
+    return [wave for wave in waves if wave]
+
+
+Wave = Sequence[tuple[str, argparse.Namespace]]
+
+
+def waves_of(args: argparse.Namespace, plan: Sequence[Sequence[argparse.Namespace]]) -> list[Wave]:
+    """Engines that are up together, each an arm and its arguments: of a plan, if there is one."""
+    if plan:
+        return [[(name, line) for line in wave for name in line.arms] for wave in plan]
+    arms = [(name, args) for name in args.arms]
+    return [arms[i : i + args.parallel] for i in range(0, len(arms), args.parallel)]
 
 
 def run(
     args: argparse.Namespace,
     kind: type[Engine] = Engine,
     line: Callable[[Mapping[str, Any]], str] | None = None,
+    plan: Sequence[Sequence[argparse.Namespace]] = (),
 ) -> list[dict[str, Any]]:
     """Arms in waves, each point through all engines of a wave; rows are written as they come.
 
@@ -669,19 +726,22 @@ def run(
         folder = Path(args.logs) if args.logs else Path(name)
         folder.mkdir(parents=True, exist_ok=True)
         tuned = write_tuned(folder / "tuned", gpu)
-        for i in range(0, len(args.arms), args.parallel):
-            wave = [kind(a, folder, args, tuned) for a in args.arms[i : i + args.parallel]]
+        for together in waves_of(args, plan):
+            if done and time.perf_counter() >= end:
+                break
+            wave = [kind(name, folder, theirs, tuned) for name, theirs in together]
             try:
                 ready = min(end, time.perf_counter() + args.start_seconds)
                 for engine in wave:
                     engine.wait_ready(ready)
                 while turn and not turn.exists() and time.perf_counter() < end:
                     time.sleep(0.2)
-                for point in points_of(args):
+                for points in itertools.zip_longest(*(points_of(e.args) for e in wave)):
                     with _alone(args.lock):
-                        for engine in wave:
-                            engine.measure(point, end)
-                    rows = [origin | r for engine in wave for r in engine.rows(args.model)]
+                        for engine, point in zip(wave, points, strict=True):
+                            if point is not None:
+                                engine.measure(point, end)
+                    rows = [origin | r for engine in wave for r in engine.rows(engine.args.model)]
                     _write(Path(args.out), json.dumps(done + rows, indent=1) + "\n")
                 done += rows
                 for row in rows:
@@ -832,9 +892,11 @@ KERNEL_KINDS = (
 
 
 def _profile_table(
-    profiles: list[dict[str, Any]], bases: Sequence[str] = ("fp32", "vllm-replay")
+    profiles: list[dict[str, Any]],
+    bases: Sequence[str] = ("fp32", "vllm-replay"),
+    every: Sequence[Mapping[str, Any]] = (),
 ) -> list[str]:
-    """GPU time of a step and of its parts, in milliseconds."""
+    """GPU time of a step and of its parts, in milliseconds; every: all rows of the model."""
     if not profiles:
         return []
     kinds = [*(kind for kind, _ in KERNEL_KINDS), "other"]
@@ -844,7 +906,7 @@ def _profile_table(
     for batch in dict.fromkeys(r["batch"] for r in profiles):
         here = {r["arm"]: r for r in profiles if r["batch"] == batch}
         for row in here.values():
-            label = f"{_label(row, profiles)}, batch {batch}"
+            label = f"{_label(row, every or profiles)}, batch {batch}"
             line = [label, f"{row['busy_us'] / row['steps'] / 1e3:.2f}"]
             for base in bases:
                 ratio = here[base]["busy_us"] / row["busy_us"] if base in here else None
@@ -880,8 +942,11 @@ STAGES = {
 """Stages of a step on the host, and how the names of their functions end."""
 
 
-def _host_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Milliseconds of a step by parts of the leaner host, and by stages."""
+def _host_table(rows: list[dict[str, Any]], every: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Milliseconds of a step by parts of the leaner host, and by stages.
+
+    every: all rows of the model.
+    """
     parts = [r for r in rows if r["op"] == HOST_PARTS]
     sampled = [r for r in rows if r["op"] == HOST_PROFILE]
     lines = []
@@ -891,13 +956,14 @@ def _host_table(rows: list[dict[str, Any]]) -> list[str]:
         for arm, batch in dict.fromkeys((r["arm"], r["batch"]) for r in parts):
             here = [r for r in parts if (r["arm"], r["batch"]) == (arm, batch)]
             steps = {", ".join(r["parts"]) or "none": r["step_ms"] for r in here}
-            out.append([f"{arm}, batch {batch}", *(_number(steps.get(n)) for n in named)])
+            label = f"{_label(here[0], every)}, batch {batch}"
+            out.append([label, *(_number(steps.get(n)) for n in named)])
         lines += ["### Parts of the lean host, milliseconds a step in one process", ""]
         lines += _table(["arm", *named], out)
     if sampled:
         out = []
         for row in sampled:
-            line = [f"{row['arm']}, batch {row['batch']}", f"{row['step_ms']:.2f}"]
+            line = [f"{_label(row, every)}, batch {row['batch']}", f"{row['step_ms']:.2f}"]
             for end in STAGES.values():
                 took = [ms for name, ms in row["within"] if name.endswith(end)]
                 line.append(_number(max(took, default=None)))
@@ -914,6 +980,7 @@ def _host_table(rows: list[dict[str, Any]]) -> list[str]:
 
 def section(rows: list[dict[str, Any]]) -> list[str]:
     """Tables of one model."""
+    every = rows
     failed = [r for r in rows if "error" in r]
     profiles = [r for r in rows if "error" not in r and r["op"] == PROFILE]
     hosts = [r for r in rows if "error" not in r and r["op"] in (HOST_PARTS, HOST_PROFILE)]
@@ -921,7 +988,7 @@ def section(rows: list[dict[str, Any]]) -> list[str]:
     lines = [f"## {(rows or failed or profiles)[0]['model']}", ""]
     lines += heading(rows)
     points = list(dict.fromkeys(map(_point, rows)))
-    points.sort(key=lambda point: list(HOSTS).index(point[0]))
+    points.sort(key=lambda point: (list(HOSTS).index(point[0]), -point[1]))
     targets = []
     for model, column, least in TARGETS:
         for name in dict.fromkeys(point[0] for point in points):
@@ -940,8 +1007,8 @@ def section(rows: list[dict[str, Any]]) -> list[str]:
         name, batch, tokens = point
         lines += [f"### Batch {batch}, {tokens} tokens{HOSTS[name]}", ""]
         lines += _point_table([r for r in rows if _point(r) == point], rows)
-    lines += _profile_table(profiles)
-    lines += _host_table(hosts)
+    lines += _profile_table(profiles, every=every)
+    lines += _host_table(hosts, every)
     for arm in _order(failed, "arm"):
         lines.append(f"{arm} failed: {next(r['error'] for r in failed if r['arm'] == arm)}")
         lines.append("")
@@ -958,6 +1025,43 @@ def newest_rows(folder: Path, op: str) -> dict[str, list[dict[str, Any]]]:
     if not newest:
         raise ValueError(f"no {op} file in {folder}; run the benchmark on a GPU first")
     return newest
+
+
+def add_rows(paths: Sequence[Path], folder: Path, op: str, arms: Sequence[str]) -> Path:
+    """The file in ``folder`` that has the newest rows of all models and those of runs.
+
+    A row of a run replaces the one of its arm, batch, tokens, host and kind. What ran out of time
+    is left out, and a failure of an arm that has been measured. Rows are in the order of ``arms``.
+    Raises ValueError if the runs have measured nothing.
+    """
+    from .run import gpu_slug
+
+    new = [r for path in paths for r in json.loads(path.read_text(encoding="utf-8"))]
+    new = [r for r in new if not r.get("error", "").startswith("ran out of time")]
+    gpu = next((r["gpu"] for r in new if "error" not in r), None)
+    if gpu is None:
+        raise ValueError(f"no measured row in {', '.join(map(str, paths))}")
+    old: dict[str, list[dict[str, Any]]] = {}
+    with contextlib.suppress(ValueError):
+        old = newest_rows(folder, op)
+    found = {}
+    for row in [*(r for rows in old.values() for r in rows), *new]:
+        kind = row.get("kind") or row["op"]
+        what = (row.get("batch"), row.get("tokens"), row.get("parts"), kind)
+        found[json.dumps([row["model"], row["arm"], row.get("host"), *what])] = row
+    measured = {(r["model"], r["arm"]) for r in found.values() if "error" not in r}
+    rows = [
+        r
+        for r in found.values()
+        if "error" not in r or "batch" in r or (r["model"], r["arm"]) not in measured
+    ]
+
+    def place(row: Mapping[str, Any]) -> tuple[str, int, str]:
+        base = row["arm"] if row["arm"] in arms else row["arm"].rpartition("-")[0]
+        return row["model"], [*arms, base].index(base), row["arm"]
+
+    name = f"{op}-{gpu_slug(gpu)}-{max(r['date'] for r in new)}.json"
+    return _write(folder / name, json.dumps(sorted(rows, key=place), indent=1) + "\n")
 
 
 def heading(rows: list[dict[str, Any]]) -> list[str]:
@@ -996,12 +1100,17 @@ def _points(text: str) -> list[tuple[int, int | None]]:
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """How engines are started and measured."""
+    """How engines are started and measured, and what becomes of their rows."""
     add = parser.add_argument
+    add("--plan", type=Path, help="a file with a line of options for engines alike, wave by wave")
+    add("--add", type=Path, nargs="+", metavar="FILE", help="add the rows of runs to results/")
+    add("--rehearse", action="store_true", help="fill vLLM's caches: small, untimed engines")
+    add("--profile", type=int, nargs="?", const=0, metavar="BATCH", help="also trace the GPU there")
     add("--parallel", type=int, default=1, help="engines that start together")
     add("--memory-share", type=float, default=0.05)
     add("--seconds", type=float, default=3600.0, help="for everything together")
     add("--start-seconds", type=float, default=3600.0, help="for a wave of engines to come up")
+    add("--point-seconds", type=float, default=600.0, help="for one engine to measure one batch")
     add("--after", help="measure once this file is there")
     add("--engine", default="{}", help="more arguments of vllm.LLM, as JSON")
     add("--python", default=sys.executable, help="interpreter that has vLLM")
@@ -1021,7 +1130,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--batches", type=_points, default=[(256, None)], help="batch or batch:tokens, by commas")
     add("--tokens", type=int, default=1000, help="of each request, where a batch names none")
     add("--cache-gib", type=float, default=0.0, help="vLLM's cache (default: what the batch needs)")
-    add("--profile", action="store_true", help="also trace the GPU at the largest batch")
     some: dict[str, Any] = {"nargs": "?", "const": [], "type": lambda t: t.split(",")}
     add("--host-profile", **some, help="also sample the host at the largest batch (of these arms)")
     add("--host-parts", **some, help="also time each part of the leaner host there (of these arms)")
@@ -1031,22 +1139,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.child:
         child(json.loads(args.child))
         return 0
-    if args.report:
-        try:
+    try:
+        if args.report or args.add:
+            if args.add:
+                print(add_rows(args.add, RESULTS, OP, list(ARMS)))
             print(report(RESULTS, RESULTS.parent))
-        except ValueError as error:
-            parser.error(str(error))
-        return 0
+            return 0
+        plan = read_plan(args.plan, parser, args) if args.plan else []
+        for line in [line for wave in plan for line in wave] or [args]:
+            _check(line)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    rows = run(args, plan=plan)
+    return int(all("error" in r for r in rows))
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Fill in the tokens of each batch. Raises ValueError for arguments that no run can take."""
     args.batches = [(b, args.tokens if t is None else t) for b, t in args.batches]
     if min(tokens for _, tokens in args.batches) < 8:
-        parser.error("a batch needs 8 tokens or more to be timed")
-    try:
-        for name in args.arms:
-            arm_of(name)
-    except ValueError as error:
-        parser.error(str(error))
-    rows = run(args)
-    return int(all("error" in r for r in rows))
+        raise ValueError("a batch needs 8 tokens or more to be timed")
+    for name in args.arms:
+        arm_of(name)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from replayssm_quant.backends.vllm.options import KEY, parse
-from replayssm_quant.kernels.bench import e2e
+from replayssm_quant.kernels.bench import e2e, e2e_spec
 from replayssm_quant.state.geometry import read_geometry
 from replayssm_quant.state.known import KNOWN
 
@@ -43,6 +43,7 @@ for line in sys.stdin:
         row["op"] = point["kind"]
         row["within"] = [["scheduler.py:Scheduler.schedule", 2.5], ["a.py:f", 1.0]]
         row["own"] = [["a.py:f:3", 1.0]]
+        row |= {{"busy_us": 5e3, "span_us": 1e4, "kernels": []}}
     if os.environ.get("VLLM_PLUGINS") == "none":
         row = point | {{"error": "no plugin"}}
     found["rows"].append(row)
@@ -75,8 +76,9 @@ def test_every_arm_is_plain_vllm_or_valid_options(model: str, arm: str) -> None:
         memory_share=0.2,
         cache_gib=1.0,
         engine='{"seed": 3}',
-        profile=False,
+        profile=None,
         host_profile=None,
+        rehearse=False,
     )
     engine = e2e.engine_arguments(Path("m"), e2e.ARMS[arm], args)
     assert engine["max_num_seqs"] == 8 and engine["seed"] == 3
@@ -309,6 +311,123 @@ def test_a_slow_start_does_not_hold_up_the_others(python: str, tmp_path: Path) -
     assert e2e.main([*args, "--start-seconds", "2", "--batches", "8:9"]) == 0
     late, plain = json.loads(out.read_text())
     assert late["error"] == "ran out of time, starting" and plain["step_ms"] == 25.0
+
+
+def test_an_engine_that_hangs_ends_and_the_others_go_on(python: str, tmp_path: Path) -> None:
+    slow = Path(python).read_text().replace("import json,", "import time, json,", 1)
+    slow = slow.replace(
+        "    point = json", "    time.sleep(60 * bool(options))\n    point = json", 1
+    )
+    Path(python).write_text(slow)
+    out = tmp_path / "e2e.json"
+    args = ["--arms", "P4+8,fp32", "--parallel", "2", "--python", python, "--out", str(out)]
+    assert e2e.main([*args, "--point-seconds", "1", "--batches", "8:9,1:9"]) == 0
+    hung, *plain = json.loads(out.read_text())
+    assert hung["arm"] == "P4+8" and "error" in hung
+    assert [r["batch"] for r in plain] == [8, 1]
+
+
+def test_an_engine_that_dies_keeps_its_rows_and_says_why(python: str, tmp_path: Path) -> None:
+    text = Path(python).read_text()
+    text = text.replace('== "e4m3":', '== "e4m3" and found["rows"]:', 1)
+    Path(python).write_text(text)
+    out = tmp_path / "e2e.json"
+    args = ["--arms", "e4m3", "--python", python, "--out", str(out), "--batches", "8:9,1:9"]
+    assert e2e.main(args) == 0
+    first, last = json.loads(out.read_text())
+    assert first["step_ms"] == 10.0 and last["error"] == "RuntimeError: out of memory"
+
+
+def test_a_plan_has_engines_of_several_models_in_waves(python: str, tmp_path: Path) -> None:
+    plan, out, logs = tmp_path / "plan.txt", tmp_path / "e2e.json", tmp_path / "logs"
+    plan.write_text(
+        "# one wave\n\n"
+        "--model qwen3.5-4b --arms fp32,P8+4 --batches 256:300,512:9 --profile 256  # two\n"
+        "--arms P4+8 --batches 8:20\n\n\n"
+        "--arms fp32 --batches 8:20"
+    )
+    argv = ["--plan", str(plan), "--python", python, "--out", str(out), "--logs", str(logs)]
+    assert e2e.main(argv) == 0
+    rows = json.loads(out.read_text())
+    assert [(r["model"][:4], r["arm"], r["batch"], r["op"]) for r in rows] == [
+        *(("qwen", "fp32", b, o) for b, o in ((256, e2e.OP), (512, e2e.OP), (256, e2e.PROFILE))),
+        *(("qwen", "P8+4", b, o) for b, o in ((256, e2e.OP), (512, e2e.OP), (256, e2e.PROFILE))),
+        ("nemo", "P4+8", 8, e2e.OP),
+        ("nemo", "fp32", 8, e2e.OP),
+    ]
+    # room for 256 requests of 300 tokens or 512 of 9, whichever takes more
+    need = e2e.cache_bytes("qwen3.5-4b", e2e.ARMS["P8+4"], 512, 32)
+    assert rows[3]["cache_gib"] == round(need / 2**30, 3)
+    assert {p.name for p in logs.glob("*.log")} == {
+        "qwen3.5-4b-fp32-512.log",
+        "qwen3.5-4b-P8+4-512.log",
+        "nemotron-3-nano-4b-P4+8-8.log",
+        "nemotron-3-nano-4b-fp32-8.log",
+    }
+    assert e2e.main([*argv, "--rehearse"]) == 0
+    rehearsed = json.loads(out.read_text())
+    assert [(r["batch"], r["tokens"]) for r in rehearsed] == [(256, 8), (256, 8), (8, 8), (8, 8)]
+    share = rehearsed[1]["cache_gib"] / rows[3]["cache_gib"]
+    assert share == pytest.approx(e2e.REHEARSED, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("# none\n", "names no engine"), ("--arms fp33", "unknown arm 'fp33'")]
+)
+def test_an_unusable_plan_is_refused(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plan.txt").write_text(text)
+    with pytest.raises(SystemExit):
+        e2e.main(["--plan", str(tmp_path / "plan.txt")])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("module", "beside"), [(e2e, 10), (e2e_spec, 12)])
+def test_the_waves_of_the_plans_fit_one_gpu(
+    module: ModuleType, beside: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waves: list[Any] = []
+    monkeypatch.setattr(module, "run", lambda args, *rest, plan=(): waves.extend(plan or rest[-1]))
+    name = module.__name__.rsplit(".", 1)[-1]
+    with pytest.raises(TypeError):  # no rows
+        module.main(["--plan", str(Path(e2e.__file__).with_name(f"{name}-h200.txt"))])
+    assert len(waves) == 5
+    for wave in waves:
+        taken = 0.0
+        for line in wave:
+            for arm in map(module.arm_of, line.arms):
+                made = module.engine_arguments(Path("m"), arm, line)
+                taken += made["kv_cache_memory_bytes"] / 2**30 + beside
+        assert 90 < taken < 133
+
+
+def test_rows_of_a_run_replace_those_that_they_measure_again(python: str, tmp_path: Path) -> None:
+    results, run = tmp_path / "results", tmp_path / "run.json"
+    results.mkdir()
+    argv = ["--python", python, "--batches", "256:300,8:9"]
+    old = results / "e2e_decode_speedup-h200-2026-01-01.json"
+    assert e2e.main([*argv, "--arms", "P4+8,fp32,fp16", "--out", str(old)]) == 0
+    rows = json.loads(old.read_text())
+    old.write_text(json.dumps([r | {"commit": "0ld", "date": "2026-01-01"} for r in rows]))
+    assert e2e.main([*argv, "--arms", "e4m3,fp32", "--batches", "256:300", "--out", str(run)]) == 0
+    late = rows[0] | {"arm": "P4+8", "error": "ran out of time, up"}
+    run.write_text(json.dumps([*json.loads(run.read_text()), late]))
+    path = e2e.add_rows([run], results, e2e.OP, list(e2e.ARMS))
+    assert path.name > old.name
+    found = [(r["arm"], r.get("batch"), r["commit"] == "0ld") for r in json.loads(path.read_text())]
+    assert found == [
+        ("fp32", 256, False),
+        ("fp32", 8, True),
+        ("fp16", 256, True),
+        ("fp16", 8, True),
+        ("P4+8", 256, True),
+        ("P4+8", 8, True),
+        ("e4m3", None, False),  # failed
+    ]
+    run.write_text(json.dumps([late]))
+    with pytest.raises(ValueError, match="no measured row"):
+        e2e.add_rows([run], results, e2e.OP, list(e2e.ARMS))
 
 
 def test_a_report_without_results_is_refused(tmp_path: Path) -> None:

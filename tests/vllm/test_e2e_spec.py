@@ -24,7 +24,8 @@ def test_every_arm_is_plain_vllm_or_valid_options(model: str, arm: str) -> None:
         memory_share=0.1,
         cache_gib=0.25,
         engine='{"seed": 3}',
-        profile=False,
+        profile=None,
+        rehearse=False,
     )
     found = e2e_spec.engine_arguments(Path("m"), e2e_spec.arm_of(arm), args)
     width = 1 if arm == "plain" else 5
@@ -126,6 +127,12 @@ def test_the_report_has_its_ratios_and_targets(tmp_path: Path) -> None:
     assert ["yes" in x for x in targets] == [True, False]
     assert "2.10" in targets[0] and "3.00" in targets[1]
     assert "fp32 failed: out of memory" in text and "requests of\n2,048 tokens" in text
+    assert "†" not in text.split("## qwen")[1]
+    later = row("P8+4", 2200.0, 300.0) | {"commit": "fedcba98"}
+    (tmp_path / f"{e2e_spec.OP}-x-2026-01-02.json").write_text(json.dumps([*rows, later]))
+    text = e2e_spec.report(tmp_path, tmp_path).read_text()
+    assert "| P8+4 (fedcba9) | v2 | 512 | 2,200 | 2.20† |" in text
+    assert "| P8+4 (x) | v2 | 512 | 2,100 | 2.10 |" in text
     with pytest.raises(ValueError, match="no e2e_spec"):
         e2e_spec.report(tmp_path / "none", tmp_path)
 
