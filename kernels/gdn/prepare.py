@@ -120,14 +120,15 @@ def window_head(
     left, right, base, total, of_key,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr,
     ROTATE: tl.constexpr, LP: tl.constexpr, NEW: tl.constexpr = True, WARPS: tl.constexpr = 1,
-    k_row=None,
+    k_row=None, from_row=0, BLOCKS: tl.constexpr = 0,
 ):  # fmt: skip
     """What the fold of one value head needs of its window: ``flush._fold_dot``.
 
     k [1, KP] as the ring keeps it, rk, g_now, beta_now [1, 1] and v_now (pointer) of the new token
     (without NEW there is none); the rings at the slot's first token and the key head or value head.
     Written at left (fp16 [2, LP, KP], ``row_place``), right (fp16 [2, LP, KP], only if of_key),
-    base (fp32 ``window_base``) and total; left and base also hold what it passes to itself.
+    base (fp32 ``window_base``, of BLOCKS times 64 rows from ``from_row`` on, 0: all) and total;
+    left and base also hold what it passes to itself.
     The bits do not depend on the number of warps; with several, k_row points at k.
     """
     token, n = tl.arange(0, LP), tl.arange(0, KP)
@@ -213,7 +214,9 @@ def window_head(
     tl.store(at + LP * KP, low)
     tl.store(total, tl.exp(end.to(tl.float32)))
     column = tl.arange(0, 64)
-    for start in range(0, V, 64):
+    EACH: tl.constexpr = BLOCKS if BLOCKS > 0 else (V + 63) // 64
+    for block in range(EACH):
+        start = from_row + 64 * block
         row_of = start + column
         there = old[:, None] & (row_of < V)[None, :]
         v = tl.load(ring_v + i * (HV * V) + row_of[None, :], mask=there, other=0.0)
@@ -719,7 +722,7 @@ def window_of(
     keys, query, gate, rate, left, right, base, total, of_key,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr,
     GW: tl.constexpr, ROTATE: tl.constexpr, DOT: tl.constexpr, LP: tl.constexpr,
-    NEW: tl.constexpr, WARPS: tl.constexpr = 1, k_row=None,
+    NEW: tl.constexpr, WARPS: tl.constexpr = 1, k_row=None, from_row=0, BLOCKS: tl.constexpr = 0,
 ):  # fmt: skip
     """All that the fold of one value head needs of its row: window, rotated query, gates.
 
@@ -737,6 +740,7 @@ def window_of(
         window_head(
             k, rk, g, beta, v_now, valid, sign_ptr, ring_k, ring_rk, ring_v, ring_g, ring_beta,
             left, right, base, total, of_key, HK, HV, K, KP, V, ROTATE, LP, NEW, WARPS, k_row,
+            from_row, BLOCKS,
         )  # fmt: skip
     else:
         one = tl.zeros([1, 1], tl.int32)

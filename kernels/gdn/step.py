@@ -1,7 +1,7 @@
 """GDN decode of a few sequences: one launch for the whole step.
 
 A program serves some rows of one value head of one sequence and needs nothing from another: it
-prepares what its head reads or folds (``prepare``), leaves that in scratch memory of its own and
+prepares what its rows read or fold (``prepare``), leaves that in scratch memory of its own and
 reads it back. That is more work in all, but no launch waits for another; the functions are those of
 the separate launches.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..common.launch import step_unit
 from ..common.matrix import fetch_block, load_operand, load_weights
 from ..common.readout import load_stored
 from .decode import answer_block
@@ -51,14 +52,14 @@ def step_kernel(
     SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
     MATRIX: tl.constexpr, ROTATE: tl.constexpr, DOT: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """A unit (ROWS rows, value head, sequence): read and append, or fold and store, or zeros.
+    """A unit (16 rows of a value head of a sequence that flushes, or ROWS rows, see ``step_unit``):
+    fold and store, or read and append, or zeros.
 
     ROWS a multiple of 16; LP and LPR: the window padded for products and for reads. Starting before
     the launch before has ended gained nothing.
     """
+    i_t, i_h, i_b, reads = step_unit(HV, TILES, ROWS)
     unit = tl.program_id(0)
-    PARTS: tl.constexpr = (V + ROWS - 1) // ROWS
-    i_t, i_h, i_b = unit % PARTS, unit // PARTS % HV, (unit // (PARTS * HV)).to(tl.int64)
     i_k = i_h // PER
     slot = tl.load(slot_ptr + i_b).to(tl.int64)
     flush = tl.load(flush_ptr + i_b).to(tl.int32)
@@ -67,7 +68,7 @@ def step_kernel(
         i_b, i_k, i_h, q_ptr, k_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr,
         q_stride, k_stride, g_stride, beta_stride, K, KP, 1, 1, GW, RAW_GATES,
     )  # fmt: skip
-    start = i_t * ROWS
+    start = i_t * 16
     row = start + tl.arange(0, ROWS)
     row_ok = row < V
     v = tl.load(v_ptr + i_b * v_stride + i_h * V + row, mask=row_ok, other=0.0)
@@ -78,9 +79,9 @@ def step_kernel(
     ring_beta = ring_beta_ptr + slot * ring_beta_stride + i_h
     ring_v = ring_v_ptr + slot * ring_v_stride + i_h * V
     n = tl.arange(0, KP)[None, :]
-    if slot < 0:
+    if (slot < 0) & reads:
         tl.store(y + row, tl.zeros([ROWS], y_ptr.dtype.element_ty), mask=row_ok)
-    elif flush == 0:
+    elif (flush == 0) & reads:
         code = copy_ptr + slot * copy_stride + i_h * COPY_HEAD
         scales = copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD
         tiles = copy_tile_ptr + slot * copy_tile_stride + i_h * TILES
@@ -134,7 +135,7 @@ def step_kernel(
             tl.load(weights + valid), v, valid, row, row_ok, y,
             HV, K, V, WP, LPR, ROWS, TILES, OUTPUT, MATRIX,
         )  # fmt: skip
-    else:
+    elif (slot >= 0) & (flush != 0):
         q, k, rk, g, beta, factor = activate(
             inputs, ring_k_ptr, scale, RAW_GATES, NEGATIVE, L2NORM, EPS
         )
@@ -146,19 +147,18 @@ def step_kernel(
             q, k, rk, g, beta, v_ptr + i_b * v_stride + i_h * V, valid, sign_ptr,
             ring_k, ring_rk, ring_v, ring_g, ring_beta,
             keys, query, gate, rate, left, right, base, total, i_h >= 0,
-            HK, HV, K, KP, V, GW, ROTATE, DOT, LP, True,
+            HK, HV, K, KP, V, GW, ROTATE, DOT, LP, True, 1, None, start // 64 * 64, 1,
         )  # fmt: skip
         tl.debug_barrier()
-        for i_f in range(i_t * (ROWS // 16), tl.minimum((i_t + 1) * (ROWS // 16), TILES)):
-            flush_tile(
-                i_b, i_h, i_f, slot, valid, keys, query, gate, rate, v_ptr,
-                left, right, base, total,
-                ring_v_ptr, ring_g_ptr, ring_beta_ptr, position_ptr, key_ptr, y_ptr,
-                code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
-                v_stride, y_stride, ring_v_stride, ring_g_stride, ring_beta_stride,
-                code_stride, low_stride, scale_stride, tile_stride,
-                copy_stride, copy_scale_stride, copy_tile_stride, layer, head_offset,
-                HV, K, V, WP, GW,
-                CODE_HEAD, LOW_HEAD, SCALE_HEAD, COPY_HEAD, COPY_SCALE_HEAD, TILES,
-                UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, DOT, LP, WARPS,
-            )  # fmt: skip
+        flush_tile(
+            i_b, i_h, i_t, slot, valid, keys, query, gate, rate, v_ptr,
+            left, right, base, total,
+            ring_v_ptr, ring_g_ptr, ring_beta_ptr, position_ptr, key_ptr, y_ptr,
+            code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
+            v_stride, y_stride, ring_v_stride, ring_g_stride, ring_beta_stride,
+            code_stride, low_stride, scale_stride, tile_stride,
+            copy_stride, copy_scale_stride, copy_tile_stride, layer, head_offset,
+            HV, K, V, WP, GW,
+            CODE_HEAD, LOW_HEAD, SCALE_HEAD, COPY_HEAD, COPY_SCALE_HEAD, TILES,
+            UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, DOT, LP, WARPS,
+        )  # fmt: skip

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..common.launch import step_unit
 from ..common.matrix import fetch_block, load_operand
 from ..common.readout import load_stored
 from .decode import answer_block, ask_weights
@@ -46,13 +47,12 @@ def step_kernel(
     MATRIX: tl.constexpr, ROTATE: tl.constexpr, BLOCK: tl.constexpr,
     SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, D_ROWS: tl.constexpr, HAS_Z: tl.constexpr,
 ):  # fmt: skip
-    """A unit (ROWS rows, head, row of the batch): read and append, or fold and store, or zeros.
+    """A unit (16 rows of a head of a sequence that flushes, or ROWS rows, see ``step_unit``): fold
+    and store, or read and append, or zeros.
 
     ROWS a multiple of 16. Starting before the launch before has ended gained nothing.
     """
-    unit = tl.program_id(0)
-    PARTS: tl.constexpr = (R + ROWS - 1) // ROWS
-    i_t, i_h, i_b = unit % PARTS, unit // PARTS % H, (unit // (PARTS * H)).to(tl.int64)
+    i_t, i_h, i_b, reads = step_unit(H, TILES, ROWS)
     i_g = i_h // (H // G)
     slot = tl.load(slot_ptr + i_b).to(tl.int64)
     flush = tl.load(flush_ptr + i_b).to(tl.int32)
@@ -61,15 +61,15 @@ def step_kernel(
         i_b, i_g, i_h, dt_ptr, B_ptr, C_ptr, A_ptr, D_ptr, bias_ptr,
         dt_stride, B_stride, C_stride, N, NP, 1, 1, HAS_BIAS, D_ROWS == 1,
     )  # fmt: skip
-    start = i_t * ROWS
+    start = i_t * 16
     row = start + tl.arange(0, ROWS)
     row_ok = row < R
     x = tl.load(x_ptr + i_b * x_stride + i_h * R + row, mask=row_ok, other=0.0)
     head = i_b * H + i_h
-    if slot < 0:
+    if (slot < 0) & reads:
         zero = tl.zeros([ROWS], y_ptr.dtype.element_ty)
         tl.store(y_ptr + i_b * y_stride + i_h * R + row, zero, mask=row_ok)
-    elif flush == 0:
+    elif (flush == 0) & reads:
         code = copy_ptr + slot * copy_stride + i_h * COPY_HEAD
         scale = copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD
         tile = copy_tile_ptr + slot * copy_tile_stride + i_h * TILES
@@ -113,7 +113,7 @@ def step_kernel(
             weight_now, x, valid, row, row_ok, i_b, i_h, z_ptr, y_ptr, D_ptr,
             z_stride, y_stride, H, R, N, WP, LP, ROWS, TILES, OUTPUT, MATRIX, D_ROWS, HAS_Z,
         )  # fmt: skip
-    else:
+    elif (slot >= 0) & (flush != 0):
         window = window_ptr + head * (TERMS * LPW * 8 * WP)
         window_rows(
             i_b, slot, valid, i_g, i_h,
@@ -123,16 +123,15 @@ def step_kernel(
             H, G, N, NP, WP, LPW, 1, 1, TERMS, WARPS, ROTATE, BLOCK, SOFTPLUS, HAS_BIAS,
         )  # fmt: skip
         tl.debug_barrier()
-        for i_f in range(i_t * (ROWS // 16), tl.minimum((i_t + 1) * (ROWS // 16), TILES)):
-            flush_tile(
-                i_b, i_h, i_f, slot, valid,
-                x_ptr, z_ptr, y_ptr, D_ptr, position_ptr, key_ptr, ring_x_ptr,
-                fold_ptr + head * LPW, decay_ptr + head, window, vector_ptr + head * N,
-                code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
-                x_stride, z_stride, y_stride, ring_x_stride,
-                code_stride, low_stride, scale_stride, tile_stride,
-                copy_stride, copy_scale_stride, copy_tile_stride, layer, head_offset,
-                H, R, N, WP, LPW, TERMS, LEFT, WARPS,
-                CODE_HEAD, LOW_HEAD, SCALE_HEAD, COPY_HEAD, COPY_SCALE_HEAD, TILES,
-                UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, D_ROWS, HAS_Z,
-            )  # fmt: skip
+        flush_tile(
+            i_b, i_h, i_t, slot, valid,
+            x_ptr, z_ptr, y_ptr, D_ptr, position_ptr, key_ptr, ring_x_ptr,
+            fold_ptr + head * LPW, decay_ptr + head, window, vector_ptr + head * N,
+            code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
+            x_stride, z_stride, y_stride, ring_x_stride,
+            code_stride, low_stride, scale_stride, tile_stride,
+            copy_stride, copy_scale_stride, copy_tile_stride, layer, head_offset,
+            H, R, N, WP, LPW, TERMS, LEFT, WARPS,
+            CODE_HEAD, LOW_HEAD, SCALE_HEAD, COPY_HEAD, COPY_SCALE_HEAD, TILES,
+            UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, D_ROWS, HAS_Z,
+        )  # fmt: skip

@@ -47,8 +47,8 @@ class LaunchConfig:
     256); flush_registers: of one, at most; beside: 1 to flush on a stream beside the reads, 0 after
     them.
 
-    single: 1 to do all of that in one launch whose programs serve ``rows`` rows of a head each,
-    whether they read or flush, and prepare for themselves; only ``rows`` counts then.
+    single: 1 to do all of that in one launch whose programs prepare for themselves and read
+    ``rows`` rows of a head each, or fold 16; only ``rows`` counts then.
     """
 
     heads: int
@@ -68,7 +68,7 @@ _SMALL = (
     (4, LaunchConfig(0, 64)),
 )
 _E2M1 = LaunchConfig(2, 64, flush=12, flush_registers=168, beside=1, registers=128, across=1)
-_INTEGER = LaunchConfig(2, 64, flush=8, flush_registers=168, beside=1, registers=112)
+_INTEGER = LaunchConfig(2, 64, flush=8, flush_registers=168, beside=1, registers=128)
 _WIDE = LaunchConfig(4, 64, warps=2, flush=12, beside=1)
 LAUNCH: dict[str, tuple[tuple[int, LaunchConfig], ...]] = {
     "float4": (*_SMALL, (32, _E2M1)),
@@ -216,7 +216,7 @@ def _run(
         block = block_rows(block, n, ring_x.dtype, config.readout) if matrix else block
         sizes_of = [batch * heads * k for k in (lp + 4, n, 4, window, 4, n, lp)]  # each aligned
         columns = torch.empty(sum(sizes_of), device=device).split(sizes_of)
-        step_kernel[(batch * heads * triton.cdiv(p, block),)](
+        step_kernel[(batch * heads * sizes["TILES"],)](
             x, x if z is None else z, y, dt, B, C, A, A if D is None else D,
             A if dt_bias is None else dt_bias,
             rotation_signs(n, device) if config.rotate else A,

@@ -45,6 +45,16 @@ def _quick_interpreter():
     builder.options = before
 
 
+@pytest.fixture(autouse=True)
+def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of a few rows: in separate launches, as those of many are, or ``single`` as the tables
+    have them."""
+    if getattr(request, "param", "separate") == "separate":
+        module = pytest.importorskip("replayssm_quant.kernels.gdn.triton_ops", exc_type=ImportError)
+        table = module.launch_for
+        monkeypatch.setattr(module, "launch_for", lambda c, batch: table(c, max(batch, 16)))
+
+
 @dataclass
 class GdnCase:
     """One step of a layer: every byte that the step must not read is 0xFF, a NaN where it can be.

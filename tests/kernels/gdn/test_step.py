@@ -184,7 +184,11 @@ SERVED = {
 }
 
 
+ONE_OR_SEVERAL = pytest.mark.parametrize("launches", ["separate", "single"], indirect=True)
+
+
 @pytest.mark.gpu
+@ONE_OR_SEVERAL
 @pytest.mark.parametrize("config", SERVED.values(), ids=SERVED)
 @pytest.mark.parametrize("geometry", LAYERS.values(), ids=LAYERS)
 def test_served_layers_in_bf16(gdn_case, gdn_check, geometry, config):
@@ -194,6 +198,7 @@ def test_served_layers_in_bf16(gdn_case, gdn_check, geometry, config):
 
 
 @pytest.mark.gpu
+@ONE_OR_SEVERAL
 @pytest.mark.parametrize("config", FORMATS.values(), ids=FORMATS)
 def test_every_format_in_bf16(gdn_case, gdn_check, config):
     gdn_check(
