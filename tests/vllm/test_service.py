@@ -30,6 +30,7 @@ DRAFTS = {
     },
     "disable_log_stats": False,
 }
+SMALL = {"num_gpu_blocks_override": 10, "max_num_seqs": 8}
 FAMILIES = {"mamba2": ("nemotron_h", "float32"), "gdn": ("qwen3_5_text", "bfloat16")}
 # a batch of another size may sum in another order: fp32 logits move by less than 2e-3, bf16 ones by
 # the rounding of two logits below 32
@@ -71,7 +72,7 @@ def jobs(folder: Path, family: str, gpu: bool, excerpt: Any, mode: str) -> list[
     asked = requests(excerpt, 64 if gpu else 24, block)
     alone = {"then": {"alone": {"alone": True, "arrive": [0] * len(asked["prompts"])}}}
     base = {"model": str(folder), "engine": engine, **asked}
-    small = engine | {"num_gpu_blocks_override": 10, "max_num_seqs": 8}
+    small = engine | SMALL
     drafts = engine | DRAFTS
     if mode == "graphs":  # of one to eight requests with all their drafts
         drafts |= {"compilation_config": GRAPHS | {"cudagraph_capture_sizes": [4, 8, 16, 32]}}
@@ -87,6 +88,9 @@ def jobs(folder: Path, family: str, gpu: bool, excerpt: Any, mode: str) -> list[
         base | {"name": "fp32", "options": FP32, "poison": True, **alone},
         base | {"name": "drafts", "options": FP32, "engine": drafts, "poison": True},
         base | {"name": "preempted", "options": FP32, "engine": small, "poison": True},
+        base
+        | {"name": "drafts-preempted", "options": FP32, "engine": drafts | SMALL}
+        | {"poison": True},
         base | {"name": "rounded", "options": {"recipe": "auto"}, "poison": True, **alone},
         base | {"name": "soak", "options": {"recipe": "auto"}, "engine": small, **soak},
     ]
@@ -145,6 +149,12 @@ def test_requests_that_draft_are_plain_vllm(service: dict[str, Any], family: str
 def test_preempted_requests_are_each_alone(service: dict[str, Any], family: str) -> None:
     assert service["preempted"]["preempted"] > 0
     assert_same(service["preempted"], service["stock"]["alone"], TIE[family])
+
+
+def test_preempted_requests_that_draft_are_each_alone(service: dict[str, Any], family: str) -> None:
+    found = service["drafts-preempted"]
+    assert found["preempted"] > 0 and found["spec"]["accepted_tokens"] > 0
+    assert_same(found, service["stock"]["alone"], TIE[family])
 
 
 def test_a_rounded_request_has_its_tokens_whatever_runs_beside_it(
