@@ -118,8 +118,8 @@ PROFILE_STEPS = 32
 
 PROMPT = 22
 """Tokens of the longest prompt."""
-REHEARSED = 0.3
-"""Share of the cache in a rehearsal: vLLM wants a block for each request, which takes 4 or 7."""
+REHEARSED = 0.6
+"""Share of the cache in a rehearsal; vLLM wants a block for each request that may run."""
 RESULTS = Path(__file__).parent / "results"
 OP = "e2e_decode_speedup"
 PROFILE = "e2e_profile"
