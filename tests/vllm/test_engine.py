@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 
 LENGTHS = [1, 2, 15, 16, 17, 33]
 FP32 = {"update_dtype": "fp32"}
+SHIPPED = [("nemotron_h", "float32"), ("qwen3_5_text", "bfloat16")]
 # logits of these models stay below 32, where a bf16 step is 2**-3; a log-probability moves by the
 # rounding of two logits
 BF16_TIE = 2 * 2.0**-3
@@ -276,10 +277,11 @@ def test_other_families_on_an_fp32_state_are_plain_vllm(families: dict, name: st
     assert drafts["log"]["drafted"] > 0 and drafts["log"]["flushes"] > 0
 
 
+@pytest.mark.parametrize(("model", "dtype"), SHIPPED)
 def test_an_unused_plugin_changes_no_token(
-    run_worker: Any, tiny_models: dict, excerpt: Any
+    model: str, dtype: str, run_worker: Any, tiny_models: dict, excerpt: Any
 ) -> None:
-    s = Scenarios(tiny_models["nemotron_h"], "float32", [excerpt(n) for n in LENGTHS])
+    s = Scenarios(tiny_models[model], dtype, [excerpt(n) for n in LENGTHS])
     s.add("plain", None)
     found = run_worker(s.jobs)["plain"]
     without = run_worker(s.jobs, VLLM_PLUGINS="none")["plain"]

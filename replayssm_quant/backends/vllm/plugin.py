@@ -2,7 +2,7 @@
 
 vLLM calls ``register`` in every process, before any configuration exists, so it registers names and
 imports nothing heavy. Without ``replayssm_quant`` in additional_config everything stays vLLM's own:
-layers are given vLLM's class back as they are built (``mamba2``, ``gdn``).
+our layers then call vLLM's methods for everything (``layer``).
 """
 
 from __future__ import annotations
