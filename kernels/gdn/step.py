@@ -11,7 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.launch import step_unit
 from ..common.matrix import fetch_block, load_operand, load_weights
 from ..common.readout import load_stored
 from .decode import answer_block
@@ -52,14 +51,14 @@ def step_kernel(
     SR: tl.constexpr, BITS: tl.constexpr, ROUNDS: tl.constexpr,
     MATRIX: tl.constexpr, ROTATE: tl.constexpr, DOT: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """A unit (16 rows of a value head of a sequence that flushes, or ROWS rows, see ``step_unit``):
-    fold and store, or read and append, or zeros.
+    """A unit (ROWS rows, value head, sequence): read and append, or fold and store, or zeros.
 
     ROWS a multiple of 16; LP and LPR: the window padded for products and for reads. Starting before
-    the launch before has ended gained nothing.
+    the launch before has ended gained nothing, nor did folding 16 rows a program beside wide reads.
     """
-    i_t, i_h, i_b, reads = step_unit(HV, TILES, ROWS)
     unit = tl.program_id(0)
+    PARTS: tl.constexpr = (V + ROWS - 1) // ROWS
+    i_t, i_h, i_b = unit % PARTS, unit // PARTS % HV, (unit // (PARTS * HV)).to(tl.int64)
     i_k = i_h // PER
     slot = tl.load(slot_ptr + i_b).to(tl.int64)
     flush = tl.load(flush_ptr + i_b).to(tl.int32)
@@ -68,7 +67,7 @@ def step_kernel(
         i_b, i_k, i_h, q_ptr, k_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr,
         q_stride, k_stride, g_stride, beta_stride, K, KP, 1, 1, GW, RAW_GATES,
     )  # fmt: skip
-    start = i_t * 16
+    start = i_t * ROWS
     row = start + tl.arange(0, ROWS)
     row_ok = row < V
     v = tl.load(v_ptr + i_b * v_stride + i_h * V + row, mask=row_ok, other=0.0)
@@ -79,9 +78,9 @@ def step_kernel(
     ring_beta = ring_beta_ptr + slot * ring_beta_stride + i_h
     ring_v = ring_v_ptr + slot * ring_v_stride + i_h * V
     n = tl.arange(0, KP)[None, :]
-    if (slot < 0) & reads:
+    if slot < 0:
         tl.store(y + row, tl.zeros([ROWS], y_ptr.dtype.element_ty), mask=row_ok)
-    elif (flush == 0) & reads:
+    elif flush == 0:
         code = copy_ptr + slot * copy_stride + i_h * COPY_HEAD
         scales = copy_scale_ptr + slot * copy_scale_stride + i_h * COPY_SCALE_HEAD
         tiles = copy_tile_ptr + slot * copy_tile_stride + i_h * TILES
@@ -135,7 +134,7 @@ def step_kernel(
             tl.load(weights + valid), v, valid, row, row_ok, y,
             HV, K, V, WP, LPR, ROWS, TILES, OUTPUT, MATRIX,
         )  # fmt: skip
-    elif (slot >= 0) & (flush != 0):
+    else:
         q, k, rk, g, beta, factor = activate(
             inputs, ring_k_ptr, scale, RAW_GATES, NEGATIVE, L2NORM, EPS
         )
@@ -147,18 +146,20 @@ def step_kernel(
             q, k, rk, g, beta, v_ptr + i_b * v_stride + i_h * V, valid, sign_ptr,
             ring_k, ring_rk, ring_v, ring_g, ring_beta,
             keys, query, gate, rate, left, right, base, total, i_h >= 0,
-            HK, HV, K, KP, V, GW, ROTATE, DOT, LP, True, 1, None, start // 64 * 64, 1,
+            HK, HV, K, KP, V, GW, ROTATE, DOT, LP, True, 1, None,
+            start // 64 * 64, (ROWS + 63) // 64,
         )  # fmt: skip
         tl.debug_barrier()
-        flush_tile(
-            i_b, i_h, i_t, slot, valid, keys, query, gate, rate, v_ptr,
-            left, right, base, total,
-            ring_v_ptr, ring_g_ptr, ring_beta_ptr, position_ptr, key_ptr, y_ptr,
-            code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
-            v_stride, y_stride, ring_v_stride, ring_g_stride, ring_beta_stride,
-            code_stride, low_stride, scale_stride, tile_stride,
-            copy_stride, copy_scale_stride, copy_tile_stride, layer, head_offset,
-            HV, K, V, WP, GW,
-            CODE_HEAD, LOW_HEAD, SCALE_HEAD, COPY_HEAD, COPY_SCALE_HEAD, TILES,
-            UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, DOT, LP, WARPS,
-        )  # fmt: skip
+        for i_f in range(i_t * (ROWS // 16), tl.minimum((i_t + 1) * (ROWS // 16), TILES)):
+            flush_tile(
+                i_b, i_h, i_f, slot, valid, keys, query, gate, rate, v_ptr,
+                left, right, base, total,
+                ring_v_ptr, ring_g_ptr, ring_beta_ptr, position_ptr, key_ptr, y_ptr,
+                code_ptr, low_ptr, scale_ptr, tile_ptr, copy_ptr, copy_scale_ptr, copy_tile_ptr,
+                v_stride, y_stride, ring_v_stride, ring_g_stride, ring_beta_stride,
+                code_stride, low_stride, scale_stride, tile_stride,
+                copy_stride, copy_scale_stride, copy_tile_stride, layer, head_offset,
+                HV, K, V, WP, GW,
+                CODE_HEAD, LOW_HEAD, SCALE_HEAD, COPY_HEAD, COPY_SCALE_HEAD, TILES,
+                UPDATE, OUTPUT, HAS_COPY, SR, BITS, ROUNDS, DOT, LP, WARPS,
+            )  # fmt: skip

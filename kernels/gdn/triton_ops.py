@@ -51,9 +51,9 @@ class LaunchConfig:
     to flush on a stream beside the reads, 0 after them; dot_from: windows of at least this length
     fold by matrix products, shorter ones token by token.
 
-    single: 1 to do all of that in one launch whose programs prepare for themselves and read
-    ``rows`` rows of a head each, or fold 16; of the others only dot_from counts then. It stores the
-    same bytes.
+    single: 1 to do all of that in one launch whose programs serve ``rows`` rows of a head each,
+    whether they read or flush, and prepare for themselves; of the others only dot_from counts then.
+    It stores the same bytes.
     """
 
     rows: int
@@ -73,18 +73,16 @@ WINDOW_WARPS = 16
 """Warps that prepare flushes, for each multiprocessor."""
 
 _ONE = LaunchConfig(32, single=1)
-_FEW = {"flush_registers": 168}
 _MANY = {"flush": 12, "flush_registers": 168, "beside": 1}
 _WIDE = LaunchConfig(64, warps=4, **_MANY)
 LAUNCH: dict[int, tuple[tuple[int, LaunchConfig], ...]] = {
-    4: ((1, _ONE), (16, LaunchConfig(64, **_FEW)), (32, LaunchConfig(64, **_MANY))),
+    4: ((1, _ONE), (12, LaunchConfig(64, **_MANY))),
     8: (
         (1, _ONE),
-        (16, LaunchConfig(64, warps=2, **_FEW)),
-        (32, LaunchConfig(32, 2, ahead=1, warps=2, registers=80, **(_MANY | {"flush": 8}))),
+        (12, LaunchConfig(32, 2, ahead=1, warps=2, registers=80, **(_MANY | {"flush": 8}))),
     ),
-    16: ((1, _ONE), (16, LaunchConfig(64, warps=4, **_FEW)), (32, _WIDE)),
-    32: ((1, _ONE), (16, LaunchConfig(64, warps=4, **_FEW)), (32, _WIDE)),
+    16: ((1, _ONE), (12, _WIDE)),
+    32: ((1, _ONE), (12, _WIDE)),
 }
 """Bits of the readout's codes -> (smallest batch, launch configuration), ascending.
 
@@ -203,7 +201,7 @@ def _run(
     # scratch: of a row's heads and key heads, or of each program of the one launch
     heads, owners = hv, hk
     if single:
-        heads = owners = hv * plane_sizes["TILES"]
+        heads = owners = hv * triton.cdiv(width, block)
     padded = triton.next_power_of_2(n)
     per_padded = triton.next_power_of_2(1 if single else per_key)
     rate = empty(batch, heads, device=device)

@@ -64,7 +64,7 @@ class LaunchConfig:
 
 
 _SMALL = (
-    (1, LaunchConfig(1, 16, single=1)),
+    (1, LaunchConfig(1, 32, single=1)),
     (4, LaunchConfig(0, 64)),
 )
 _E2M1 = LaunchConfig(2, 64, flush=12, flush_registers=168, beside=1, registers=128, across=1)
