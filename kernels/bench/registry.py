@@ -312,13 +312,12 @@ class Problem:
         self._fill(count)
 
     def _fill(self, count: int) -> None:
-        """Random states and full rings in every slot."""
+        """Random states and full rings in every slot; beyond 256 MiB of fp32 states they repeat."""
         nearest = dataclasses.replace(self.config, rounding="rn")
-        chunk = max(1, (256 << 20) // (4 * self.geometry.elements))
-        for start in range(0, count, chunk):
-            slots = torch.arange(start, min(count, start + chunk), device=self.device)
-            state = random_state(self.geometry, len(slots), self.seed + start, self.device)
-            write_state(self.views, nearest, slots, state, self.key[slots], slots.int())
+        some = min(count, max(1, (256 << 20) // (4 * self.geometry.elements)))
+        slots = torch.arange(some, device=self.device)
+        state = random_state(self.geometry, some, self.seed, self.device)
+        write_state(self.views, nearest, slots, state, self.key[slots], slots.int())
         g = generator(self.seed + 7, self.device)
         for name, ring in self.views.tensors().items():
             if not name.startswith("ring"):
@@ -328,16 +327,16 @@ class Problem:
                 "ring_g": (-0.1, -1e-4),
                 "ring_beta": (0.05, 0.95),
             }.get(name, (0.0, 0.0))
-            for start in range(0, count, 4 * chunk):
-                part = ring[start : start + 4 * chunk]
-                if name == "ring_rk":
-                    assert self.views.ring_k is not None
-                    keys = self.views.ring_k[start : start + 4 * chunk].float()
-                    part.copy_(gdn_reference.inverse_norm(keys))
-                elif high != low:
-                    part.copy_(_uniform(g, low, high, *part.shape, device=self.device))
-                else:
-                    part.copy_(torch.randn(part.shape, generator=g, device=self.device))
+            part = ring[:some]
+            if name == "ring_rk":
+                assert self.views.ring_k is not None
+                part.copy_(gdn_reference.inverse_norm(self.views.ring_k[:some].float()))
+            elif high != low:
+                part.copy_(_uniform(g, low, high, *part.shape, device=self.device))
+            else:
+                part.copy_(torch.randn(part.shape, generator=g, device=self.device))
+        for start in range(some, count, some):
+            self.pages[start : start + some] = self.pages[: min(some, count - start)]
 
     def rows(self, slots: torch.Tensor, valid: list[int], flush: list[bool]) -> StepRows:
         v = torch.tensor(valid, dtype=torch.int32, device=self.device)

@@ -347,7 +347,7 @@ def _ratio(other: float | None, ours: float) -> float | None:
 @dataclass
 class Settings:
     """What a run covers. points: (geometry, batch) in the order measured; seconds: time spent on
-    one group of alternating passes."""
+    one group of alternating passes; baselines: of vLLM's, None for all."""
 
     op: Op
     points: list[tuple[str, int]]
@@ -357,6 +357,11 @@ class Settings:
     least: int = 10
     quick: bool = False
     compiled: bool = False
+    baselines: list[str] | None = None
+
+    @property
+    def chosen_baselines(self) -> list[str]:
+        return baselines.names(self.op) if self.baselines is None else self.baselines
 
 
 def measure_point(
@@ -392,7 +397,7 @@ def measure_point(
         for phase in s.phases:
             passes[design, phase] = our_pass(problem, phase)
     if vllm is not None:
-        for name in baselines.names(op):
+        for name in s.chosen_baselines:
             baseline = baselines.make(name, vllm, op, geometry, batch, device)
             keep.append(baseline)
             config, best = tuned(baseline, "mix")
@@ -460,7 +465,7 @@ def compile_ahead(s: Settings, vllm_path: str | None) -> None:
 
     names = list(s.designs)
     if vllm_path is not None:
-        names += [f"vllm-{name}" for name in baselines.names(s.op)]
+        names += [f"vllm-{name}" for name in s.chosen_baselines]
     tasks = warm.tasks_of(s.op, s.points, names)
     for task, error in warm.compile_all(tasks, vllm_path).items():
         print(f"  {task.design}, batch {task.batch}: {error[:120]}")
@@ -549,6 +554,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--points", help="instead of both: geometry:batch,..., measured in this order")
     p.add_argument("--design", default="all", help="names separated by commas, or all")
     p.add_argument("--phase", default=",".join(PHASES))
+    p.add_argument("--baseline", default="all", help="vLLM's, names separated by commas, or all")
     p.add_argument("--vllm-path", help="vLLM's wheel or the folder that holds vllm/: baselines")
     p.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     p.add_argument("--quick", action="store_true", help="less time a measurement")
@@ -597,6 +603,8 @@ def settings(args: argparse.Namespace) -> Settings:
         if batch < 1:
             raise SystemExit(f"batch {batch}: a batch has at least one row")
     s = Settings(op, points, designs, _names(args.phase, list(PHASES), "phase"))
+    if args.baseline != "all":
+        s.baselines = _names(args.baseline, baselines.names(op), "baseline")
     if args.quick:
         s.seconds, s.least, s.quick = 0.15, 5, True
     s.compiled = args.compiled

@@ -108,6 +108,24 @@ def test_ratios_compare_with_the_same_phase(settings: run.Settings, monkeypatch,
     assert rows["vllm-replay-fp16", "mix"]["ratio_native_fp32"] == pytest.approx(10 / 3.5, abs=1e-3)
 
 
+def test_baselines_may_be_chosen() -> None:
+    given = run.parser().parse_args(["--baseline", "native-fp32"])
+    assert run.settings(given).chosen_baselines == ["native-fp32"]
+    assert len(run.settings(run.parser().parse_args([])).chosen_baselines) == 4
+    with pytest.raises(SystemExit, match="unknown baseline 'native-int3'"):
+        run.settings(run.parser().parse_args(["--baseline", "native-int3"]))
+
+
+def test_slots_beyond_the_first_repeat_them() -> None:
+    geometry = LayerGeometry("mamba2", 2, 64, 128, 1)
+    op = OPS["mamba2_decode"]
+    p = registry.Problem(op, geometry, registry.DESIGNS["fp32"], 700, device=CPU, sets=6)
+    some = (256 << 20) // (4 * geometry.elements)
+    assert some < len(p.pages)
+    assert torch.equal(p.pages[some], p.pages[0]) and torch.equal(p.pages[-1], p.pages[104])
+    assert not torch.equal(p.pages[1], p.pages[0])
+
+
 def test_a_wrong_design_is_not_timed(settings: run.Settings, monkeypatch, tmp_path, capsys) -> None:
     real = run.Problem.run
 
