@@ -883,7 +883,7 @@ KERNEL_KINDS = (
     ("flush", ("flush_kernel", "window_kernel")),
     ("prepare", ("prepare_kernel", "keys_kernel")),
     ("cursors", ("decode_rows", "move_rows", "verify_rows", "move_verify")),
-    ("native state", ("selective_scan", "selective_state", "gated_delta", "replay")),
+    ("native state", ("selective_scan", "selective_state", "gated_delta", "gdn_decode", "replay")),
     ("convolution", ("causal_conv",)),
     ("attention", ("attention", "flash", "reshape_and_cache")),
     ("matrix products", ("gemm", "nvjet", "cutlass", "splitK", "gemv", "cublas")),

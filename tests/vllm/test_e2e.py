@@ -392,7 +392,7 @@ def test_the_waves_of_the_plans_fit_one_gpu(
     name = module.__name__.rsplit(".", 1)[-1]
     with pytest.raises(TypeError):  # no rows
         module.main(["--plan", str(Path(e2e.__file__).with_name(f"{name}-h200.txt"))])
-    assert len(waves) == 5
+    assert len(waves) >= 5
     for wave in waves:
         taken = 0.0
         for line in wave:
