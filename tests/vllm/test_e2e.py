@@ -399,7 +399,7 @@ def test_the_waves_of_the_plans_fit_one_gpu(
             for arm in map(module.arm_of, line.arms):
                 made = module.engine_arguments(Path("m"), arm, line)
                 taken += made["kv_cache_memory_bytes"] / 2**30 + beside
-        assert 90 < taken < 133
+        assert 30 < taken < 133
 
 
 def test_rows_of_a_run_replace_those_that_they_measure_again(python: str, tmp_path: Path) -> None:
