@@ -1,5 +1,7 @@
 """The plugin's options: what is understood, what is refused and how."""
 
+import dataclasses
+
 import pytest
 
 from replayssm_quant.backends.vllm.options import KEY, parse
@@ -50,6 +52,19 @@ def test_a_recipe_gives_each_layer_its_config() -> None:
     assert auto is not None and auto.layer_configs(NEMOTRON) == configs
 
 
+@pytest.mark.parametrize("settings", [{"recipe": "auto"}, {"update_dtype": "fp16"}])
+def test_flushes_are_staggered_where_asked_for(settings: dict[str, str]) -> None:
+    for stagger in (False, True):
+        options = parse({KEY: settings | {"stagger": stagger}})
+        assert options is not None
+        assert {c.stagger for c in options.layer_configs(NEMOTRON).values()} == {stagger}
+    plain, spread = (parse({KEY: settings | more}) for more in ({}, {"stagger": True}))
+    assert plain is not None and spread is not None
+    for i, c in plain.layer_configs(NEMOTRON).items():  # and nothing else changes
+        assert dataclasses.replace(c, stagger=True) == spread.layer_configs(NEMOTRON)[i]
+        assert not c.stagger
+
+
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     [
@@ -61,6 +76,8 @@ def test_a_recipe_gives_each_layer_its_config() -> None:
         ({KEY: {"recipe": 3}}, TypeError, "is not a name"),
         ({KEY: {"recipe": "auto", "seed": "1"}}, TypeError, "seed '1' is not an integer"),
         ({KEY: {"recipe": "auto", "seed": True}}, TypeError, "seed True"),
+        ({KEY: {"recipe": "auto", "stagger": "yes"}}, TypeError, "stagger 'yes' is not true"),
+        ({KEY: {"update_dtype": "fp16", "stagger": 1}}, TypeError, "stagger 1 is not true"),
         ({KEY: {"recipe": "auto", "block_shortcut": 0}}, TypeError, "block_shortcut 0 is not true"),
         ({KEY: {"update_dtype": "fp16", "buffer_len": 65}}, ValueError, "buffer_len 65"),
         ({KEY: {"update_dtype": "fp15"}}, ValueError, "fp15"),

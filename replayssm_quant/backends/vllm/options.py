@@ -2,12 +2,13 @@
 
 Either a recipe, ``{"recipe": "nemotron-3"}`` (a shipped name, name/variant, a .yaml path or
 ``auto``), or the fields of a ``StateConfig``, ``{"update_dtype": "fp16", "output_dtype":
-"nvfp4"}``. ``seed`` and ``block_shortcut`` go with both. vLLM hashes the mapping into its
-compile cache and hands it to every process, which an environment variable would not do.
+"nvfp4"}``. ``seed``, ``stagger`` and ``block_shortcut`` go with both. vLLM hashes the mapping into
+its compile cache and hands it to every process, which an environment variable would not do.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from ...state.geometry import read_geometry
 
 KEY = "replayssm_quant"
 FIELDS = tuple(StateConfig().to_dict()) + ("block_size",)
-COMMON = ("seed", "block_shortcut")
+COMMON = ("seed", "stagger", "block_shortcut")
 KNOWN = ("recipe", *FIELDS, "block_shortcut")
 
 
@@ -28,13 +29,15 @@ class Options:
     """What the user asked for: a recipe's name, or one config for every layer.
 
     block_shortcut: whether vLLM's scheduler looks for cache blocks only in steps that can need one
-    (``blocks``).
+    (``blocks``). stagger: whether requests that start together flush in different steps; None: as
+    the recipe says.
     """
 
     recipe: str | None
     config: StateConfig | None
     seed: int = 0
     block_shortcut: bool = True
+    stagger: bool | None = None
 
     @property
     def label(self) -> str:
@@ -54,7 +57,10 @@ class Options:
         from ...recipe import resolve
 
         assert self.recipe is not None
-        return resolve(self.recipe, model_config, model_name).configs(geometry, self.seed)
+        configs = resolve(self.recipe, model_config, model_name).configs(geometry, self.seed)
+        if self.stagger is None:
+            return configs
+        return {i: dataclasses.replace(c, stagger=self.stagger) for i, c in configs.items()}
 
 
 def _unknown(key: object, known: tuple[str, ...], where: str) -> ValueError:
@@ -93,6 +99,9 @@ def parse(additional_config: Any) -> Options | None:
     block_shortcut = values.get("block_shortcut", True)
     if not isinstance(block_shortcut, bool):
         raise TypeError(f"{where}: block_shortcut {block_shortcut!r} is not true or false")
+    stagger = values.get("stagger")
+    if not (stagger is None or isinstance(stagger, bool)):
+        raise TypeError(f"{where}: stagger {stagger!r} is not true or false")
     rest = {k: v for k, v in values.items() if k not in ("recipe", *COMMON)}
     if "recipe" in values:
         recipe = values["recipe"]
@@ -102,8 +111,8 @@ def parse(additional_config: Any) -> Options | None:
             raise ValueError(
                 f"{where}: recipe and {next(iter(rest))} both set the format; give one of them"
             )
-        return Options(recipe, None, seed, block_shortcut)
+        return Options(recipe, None, seed, block_shortcut, stagger)
     if "update_dtype" not in values:
         raise ValueError(f"{where}: give a recipe (for example 'auto') or an update_dtype")
-    config = StateConfig.from_dict({**rest, "seed": seed})
-    return Options(None, config, seed, block_shortcut)
+    config = StateConfig.from_dict({**rest, "seed": seed, "stagger": bool(stagger)})
+    return Options(None, config, seed, block_shortcut, config.stagger)
