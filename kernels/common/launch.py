@@ -54,26 +54,26 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=32)
-def _side_stream(device: torch.device, number: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=0 if number else -1)
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
 
 
 @contextlib.contextmanager
-def beside(device: torch.device, number: int = 0) -> Iterator[None]:
+def beside(device: torch.device) -> Iterator[None]:
     """Launches within run beside those that follow, until ``rejoin``."""
     if device.type != "cuda":
         yield
         return
-    side = _side_stream(device, number)
+    side = _side_stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         yield
 
 
-def rejoin(device: torch.device, number: int = 0) -> None:
+def rejoin(device: torch.device) -> None:
     """Wait for what was launched ``beside``."""
     if device.type == "cuda":
-        torch.cuda.current_stream(device).wait_stream(_side_stream(device, number))
+        torch.cuda.current_stream(device).wait_stream(_side_stream(device))
 
 
 def register_limit(most: int) -> dict[str, int]:

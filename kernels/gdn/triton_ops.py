@@ -32,7 +32,6 @@ from ..common.launch import (
 from ..common.matrix import block_rows, matrix_path
 from ..common.planes import PTX
 from ..common.store import check_state_size, launch_warps, plane_arguments, rounding_sizes
-from ..common.turns import in_turn, rows_of
 from .decode import readout_kernel
 from .flush import flush_kernel, load_kernel
 from .prepare import keys_kernel, prepare_kernel, window_base, window_kernel
@@ -52,8 +51,6 @@ class LaunchConfig:
     to flush on a stream beside the reads, 0 after them; dot_from: windows of at least this length
     fold by matrix products, shorter ones token by token.
 
-    halves: 1 to prepare half of the rows while the other half is read.
-
     single: 1 to do all of that in one launch whose programs serve ``rows`` rows of a head each,
     whether they read or flush, and prepare for themselves; of the others only dot_from counts then.
     It stores the same bytes.
@@ -70,7 +67,6 @@ class LaunchConfig:
     dot_from: int = 5
     single: int = 0
     registers: int = 255
-    halves: int = 0
 
 
 WINDOW_WARPS = 16
@@ -78,20 +74,15 @@ WINDOW_WARPS = 16
 
 _ONE = LaunchConfig(32, single=1)
 _MANY = {"flush": 12, "flush_registers": 168, "beside": 1}
-_BYTES = {"rows": 32, "blocks": 2, "ahead": 1, "warps": 2, "registers": 80}
+_WIDE = LaunchConfig(64, warps=4, **_MANY)
 LAUNCH: dict[int, tuple[tuple[int, LaunchConfig], ...]] = {
-    4: (
-        (1, _ONE),
-        (12, LaunchConfig(64, **_MANY)),
-        (128, LaunchConfig(64, halves=1, **_MANY)),
-    ),
+    4: ((1, _ONE), (12, LaunchConfig(64, **_MANY))),
     8: (
         (1, _ONE),
-        (12, LaunchConfig(**(_BYTES | _MANY | {"flush": 8}))),
-        (128, LaunchConfig(**(_BYTES | _MANY | {"flush": 8, "halves": 1}))),
+        (12, LaunchConfig(32, 2, ahead=1, warps=2, registers=80, **(_MANY | {"flush": 8}))),
     ),
-    16: ((1, _ONE), (12, LaunchConfig(64, warps=4, **_MANY))),
-    32: ((1, _ONE), (12, LaunchConfig(64, warps=4, **_MANY))),
+    16: ((1, _ONE), (12, _WIDE)),
+    32: ((1, _ONE), (12, _WIDE)),
 }
 """Bits of the readout's codes -> (smallest batch, launch configuration), ascending.
 
@@ -108,8 +99,6 @@ def launch_for(config: StateConfig, batch: int) -> LaunchConfig:
 
 
 _RING = ("ring_k", "ring_v", "ring_g", "ring_beta", "ring_rk")
-_READ = ("slot_ptr", "valid_ptr", "flush_ptr", "c_ptr", "top_ptr", "w_ptr", "y_ptr")
-_PREPARED = ("q_ptr", "k_ptr", "v_ptr", "g_ptr", "beta_ptr", "scratch_ptr", *_READ[:-1])
 
 
 def _ring_arguments(views: StateViews, names: tuple[str, ...] = _RING) -> dict:
@@ -299,29 +288,21 @@ def _run(
     copy = {name + end: planes[name + end] for name in names for end in ("_ptr", "_stride")}
     copy |= {s: plane_sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES", "OUTPUT")}
     start = starts_early(device)
+    prepare_kernel[(batch, hk)](
+        VP=triton.next_power_of_2(width), PERP=per_padded, OUTPUT=plane_sizes["OUTPUT"],
+        MATRIX=matrix, WORDS=words, EARLY=start, num_warps=1, num_stages=1, **inputs,
+        **reading,
+    )  # fmt: skip
     blocks = launch.blocks * launch.rows // block
-    programs = hv * triton.cdiv(width, block * blocks)
     given = {name: value for name, value in reading.items() if name != "scratch_ptr"}
-    given |= {name: value for name, value in common.items() if name != "HK"}
-    given["flush_ptr"] = rows.flush
-
-    def prepare(part: slice) -> None:
-        prepare_kernel[(part.stop - part.start, hk)](
-            VP=triton.next_power_of_2(width), PERP=per_padded, OUTPUT=plane_sizes["OUTPUT"],
-            MATRIX=matrix, WORDS=words, EARLY=start, num_warps=1, num_stages=1,
-            **rows_of(inputs | reading, _PREPARED, part),
-        )  # fmt: skip
-
-    def read(part: slice) -> None:
-        readout_kernel[((part.stop - part.start) * programs,)](
-            LP=shorter, ROWS=block, BLOCKS=blocks, MATRIX=matrix,
-            EARLY=start, AHEAD=bool(launch.ahead) and matrix,
-            num_warps=1 if matrix else launch.warps,
-            **rows_of(given, _READ, part), **copy, **early(start),
-            **_ring_arguments(views, ("ring_v",)), **register_limit(launch.registers),
-        )  # fmt: skip
-
-    in_turn(device, batch, bool(launch.halves), prepare, read)
+    readout_kernel[(batch * hv * triton.cdiv(width, block * blocks),)](
+        flush_ptr=rows.flush, LP=shorter, ROWS=block, BLOCKS=blocks, MATRIX=matrix,
+        EARLY=start, AHEAD=bool(launch.ahead) and matrix,
+        num_warps=1 if matrix else launch.warps,
+        **given, **copy, **early(start), **_ring_arguments(views, ("ring_v",)),
+        **{name: value for name, value in common.items() if name != "HK"},
+        **register_limit(launch.registers),
+    )  # fmt: skip
     if launch.beside:
         rejoin(device)
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -26,7 +26,6 @@ from ..common.store import (
     read_state,
     rounding_sizes,
 )
-from ..common.turns import in_turn, rows_of
 from .decode import readout_kernel
 from .flush import flush_rows, window_terms
 from .prepare import prepare_kernel
@@ -48,8 +47,6 @@ class LaunchConfig:
     256); flush_registers: of one, at most; beside: 1 to flush on a stream beside the reads, 0 after
     them.
 
-    halves: 1 to prepare half of the rows while the other half is read.
-
     single: 1 to do all of that in one launch whose programs prepare for themselves and read
     ``rows`` rows of a head each, or fold 16; only ``rows`` counts then.
     """
@@ -64,7 +61,6 @@ class LaunchConfig:
     single: int = 0
     registers: int = 255
     across: int = 0
-    halves: int = 0
 
 
 _SMALL = (
@@ -73,13 +69,12 @@ _SMALL = (
 )
 _E2M1 = LaunchConfig(2, 64, flush=12, flush_registers=168, beside=1, registers=128, across=1)
 _INTEGER = LaunchConfig(2, 64, flush=8, flush_registers=168, beside=1, registers=128)
-_E4M3 = LaunchConfig(0, 64, flush=8, beside=1, registers=96)
 _WIDE = LaunchConfig(4, 64, warps=2, flush=12, beside=1)
 LAUNCH: dict[str, tuple[tuple[int, LaunchConfig], ...]] = {
-    "float4": (*_SMALL, (32, _E2M1), (128, replace(_E2M1, halves=1))),
-    "int4": (*_SMALL, (32, _INTEGER), (128, replace(_INTEGER, halves=1))),
-    "float8": (*_SMALL, (32, _E4M3), (128, replace(_E4M3, halves=1))),
-    "int8": (*_SMALL, (32, _INTEGER), (128, replace(_INTEGER, halves=1))),
+    "float4": (*_SMALL, (32, _E2M1)),
+    "int4": (*_SMALL, (32, _INTEGER)),
+    "float8": (*_SMALL, (32, LaunchConfig(0, 64, flush=8, beside=1, registers=96))),
+    "int8": (*_SMALL, (32, _INTEGER)),
     "float16": (*_SMALL, (32, _WIDE)),
     "float32": (*_SMALL, (32, _WIDE)),
 }
@@ -264,45 +259,34 @@ def _run(
         "slot_ptr": rows.slots, "valid_ptr": rows.valid, "flush_ptr": rows.flush,
         "H": heads, "G": groups, "N": n, "LP": lp, "OUTPUT": sizes["OUTPUT"], "EARLY": start,
     }  # fmt: skip
-    inputs = {
-        "dt_ptr": dt, "B_ptr": B, "C_ptr": C,
-        "dot_ptr": torch.empty(batch, groups, lp, device=device),
-    }  # fmt: skip
+    prepare_kernel[(groups, batch)](
+        dt, B, C, A, A if D is None else D, A if dt_bias is None else dt_bias,
+        rotation_signs(n, device) if config.rotate else A,
+        ring_dt_ptr=ring_dt, ring_B_ptr=ring_B,
+        dot_ptr=torch.empty(batch, groups, lp, device=device),
+        dt_stride=dt.stride(0), B_stride=B.stride(0), C_stride=C.stride(0),
+        ring_dt_stride=ring_dt.stride(0), ring_B_stride=ring_B.stride(0),
+        NP=padded, PER=per_group, PERP=triton.next_power_of_2(per_group),
+        MATRIX=matrix, ROTATE=config.rotate, SOFTPLUS=dt_softplus, HAS_BIAS=dt_bias is not None,
+        HAS_D=D is not None and D.ndim == 1, num_warps=1, **reading,
+    )  # fmt: skip
     block = block_rows(launch.rows, n, ring_x.dtype, config.readout) if matrix else launch.rows
     shared = launch.heads == 0 or (launch.across == 1 and p % block != 0)
     shared = shared and matrix and p % 16 == 0 and per_group * p % block == 0
     count = divisor_up_to(per_group, max(1, launch.heads))
-    programs = heads * p // (block if shared else count * p)
+    span = block if shared else count * p
     names = ("copy", "copy_scale", "copy_tile")
     copy = {name + end: planes[name + end] for name in names for end in ("_ptr", "_stride")}
-    given = reading | {"x_ptr": x, "z_ptr": x if z is None else z, "y_ptr": y}
-
-    def prepare(part: slice) -> None:
-        prepare_kernel[(groups, part.stop - part.start)](
-            A_ptr=A, D_ptr=A if D is None else D, bias_ptr=A if dt_bias is None else dt_bias,
-            sign_ptr=rotation_signs(n, device) if config.rotate else A,
-            ring_dt_ptr=ring_dt, ring_B_ptr=ring_B,
-            dt_stride=dt.stride(0), B_stride=B.stride(0), C_stride=C.stride(0),
-            ring_dt_stride=ring_dt.stride(0), ring_B_stride=ring_B.stride(0),
-            NP=padded, PER=per_group, PERP=triton.next_power_of_2(per_group),
-            MATRIX=matrix, ROTATE=config.rotate, SOFTPLUS=dt_softplus,
-            HAS_BIAS=dt_bias is not None, HAS_D=D is not None and D.ndim == 1, num_warps=1,
-            **rows_of(inputs | reading, _PREPARED, part),
-        )  # fmt: skip
-
-    def read(part: slice) -> None:
-        readout_kernel[((part.stop - part.start) * programs,)](
-            D_ptr=A if D is None else D, ring_x_ptr=ring_x,
-            x_stride=x.stride(0), z_stride=0 if z is None else z.stride(0), y_stride=y.stride(0),
-            ring_x_stride=ring_x.stride(0), R=p, WP=wp, HEADS=count,
-            ROWS=block, AHEAD=bool(launch.ahead) and matrix, SHARED=shared, MATRIX=matrix,
-            D_ROWS=0 if D is None else D.ndim, HAS_Z=z is not None,
-            num_warps=1 if matrix else launch.warps, **copy, **rows_of(given, _READ, part),
-            **early(start), **register_limit(launch.registers if matrix and n <= 128 else 255),
-            **{s: sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES")},
-        )  # fmt: skip
-
-    in_turn(device, batch, bool(launch.halves), prepare, read)
+    readout_kernel[(batch * heads * p // span,)](
+        x, x if z is None else z, y, A if D is None else D, ring_x_ptr=ring_x,
+        x_stride=x.stride(0), z_stride=0 if z is None else z.stride(0), y_stride=y.stride(0),
+        ring_x_stride=ring_x.stride(0), R=p, WP=wp, HEADS=count,
+        ROWS=block, AHEAD=bool(launch.ahead) and matrix, SHARED=shared, MATRIX=matrix,
+        D_ROWS=0 if D is None else D.ndim, HAS_Z=z is not None,
+        num_warps=1 if matrix else launch.warps, **copy, **reading, **early(start),
+        **register_limit(launch.registers if matrix and n <= 128 else 255),
+        **{s: sizes[s] for s in ("COPY_HEAD", "COPY_SCALE_HEAD", "TILES")},
+    )  # fmt: skip
     if launch.beside:
         rejoin(device)
     else:
@@ -312,9 +296,6 @@ def _run(
 _PLANES = ("ckpt", "ckpt_low", "ckpt_scale", "ckpt_tile_scale")
 _COPY = ("copy", "copy_scale", "copy_tile_scale")
 _RING = ("ring_x", "ring_dt", "ring_B")
-_SHARED = ("weight_ptr", "c_ptr", "top_ptr", "slot_ptr", "valid_ptr", "flush_ptr")
-_PREPARED = ("dt_ptr", "B_ptr", "C_ptr", "dot_ptr", *_SHARED)
-_READ = ("x_ptr", "z_ptr", "y_ptr", *_SHARED)
 
 
 @lru_cache(maxsize=64)
