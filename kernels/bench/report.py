@@ -193,10 +193,12 @@ def section(rows: list[Row], plot: str | None, all_rows: list[Row] | None = None
     runs: dict[str, list[str]] = {}
     for row in rows:
         commit = str(row["commit"] or "unknown")[:12] + (" (modified)" if row["dirty"] else "")
+        copied = "the tuner's passes, without a copy beside them"
+        if row["copy_gbps"] is not None:
+            copied = f"device-to-device copy {row['copy_gbps']:.0f} GB/s, bytes read and written"
         text = (
             f"{row['date']}, commit {commit}, torch {row['torch']}, triton {row['triton']}, "
-            f"vLLM {row['vllm'] or '–'}; device-to-device copy {row['copy_gbps']:.0f} GB/s, bytes "
-            f"read and written; L = {row['buffer_len']}"
+            f"vLLM {row['vllm'] or '–'}; {copied}; L = {row['buffer_len']}"
         )
         points = runs.setdefault(text, [])
         point = f"{row['geometry']} at {row['batch']}"
