@@ -3,7 +3,7 @@
 A step is four launches: ``prepare`` (norms, gates, the query pushed back through the window, the
 append) and the readout of the output copy for rows that do not flush, ``window`` and ``flush`` for
 those that do. Which rows flush is data; nothing waits for the device, so a CUDA graph may hold the
-step. For a few sequences one launch does it all (``step``).
+step. For fewer than twelve sequences one launch does it all (``step``).
 """
 
 from __future__ import annotations
@@ -86,10 +86,13 @@ LAUNCH: dict[int, tuple[tuple[int, LaunchConfig], ...]] = {
 }
 """Bits of the readout's codes -> (smallest batch, launch configuration), ascending.
 
-4 and 8 bits from batch 32 on: the fastest of ten to fourteen in the mix at batch 256 (NVIDIA H200,
-triton 3.6.0, 32 heads of 128 x 128, commit d0d926b): P4+8 73 us (88 with the flush after the
-reads), nvfp4 + fp16 75 (88), P8+4 78 (95), e4m3 77 (93). Below: the fastest reads at batch 1, P8+4,
-commit 5593cff. 16 and 32 bits are not tuned.
+NVIDIA H200, triton 3.6.0, 32 heads of 128 x 128, microseconds of the mix. From batch 32 on 4 and 8
+bits have the fastest of ten to fourteen at batch 256 (commit d0d926b): P4+8 73 (88 with the flush
+after the reads), nvfp4 + fp16 75 (88), P8+4 78 (95), e4m3 77 (93). In one launch nvfp4 + fp16 takes
+5.7 at batch 1 and 13.0 at 8, where vLLM's fp32 step takes 6.0 and 13.8; P8+4 5.6 and 13.6, fp32
+states 6.3 and 15.1 (commit effcc5a). At 16 it takes 26.8 and several launches with the flush after
+the reads 28.0, vLLM's 24.2 (commit d3aad9f); with the flush beside them, as here, nothing was timed
+between 8 and 32. 16 and 32 bits are not tuned further.
 """
 
 

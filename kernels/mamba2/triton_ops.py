@@ -86,16 +86,16 @@ the mix at batch 256 (NVIDIA H200, triton 3.6.0), in microseconds:
 
 - nvfp4 + fp16 (commit 1c6323e): Super 94 as here, 96 with one block a program or 8 flush programs;
   Nano-4B (80 rows a head) 92 as here, 93 with 8 flush programs, 101 by heads.
-- P4+8: Super 102 as here (commit d0d926b), 109 with one block a program and 12 flush programs
-  (commit 1c6323e; why is open); Nano-4B 110, 107 without a limit of registers. P8+4 and int8 are
-  taken over from it: with one block a program their reads were slower, too (116 us, 104 before).
+- P4+8 (commit effcc5a): Super 98 as here, 101 with at most 112 registers, 99 with one block a
+  program and 96 registers, 109 with 128, 100 with 6 flush programs. P8+4 and int8 are taken over.
 - e4m3: Super 102 as here (commit 1c6323e); 101 with two heads a program (commit d0d926b).
 - Falcon-H1 (d_state 256, commit d0d926b): 111 with 6 flush programs of 168 registers, 128 with 12
   of 128.
-- Batch 1, nvfp4 + fp16 (commit 75341f4): 4.7 with 16 rows, 4.9 with 32, 5.8 with 64, 8.8 in four
-  launches. One launch prepares for each head and 16 rows anew, so it loses where the GPU is full;
-  it was not timed beyond one sequence. Batch 8 (commit 1c6323e): 15.2 where vLLM's fp32 step takes
-  20.9; fp32 states 25.7.
+- Batch 1 (commit d3aad9f), folding 16 rows a program: nvfp4 + fp16 4.6 with 32 rows a read and 4.7
+  with 16, P4+8 4.9 and 5.2, P8+4 5.1 and 5.5; in four launches 8.8 (commit 75341f4). One launch
+  prepares for each head and 32 rows anew, so it loses where the GPU is full; it was not timed
+  beyond one sequence. Batch 8 (commit 1c6323e): 15.2 where vLLM's fp32 step takes 20.9; fp32 states
+  25.7.
 """
 
 
