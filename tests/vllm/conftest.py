@@ -4,6 +4,7 @@ import json
 import os
 import random
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +37,33 @@ def cpu_environment() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def run_worker(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """run_worker(job) -> result: scenarios (a list), or ``"signatures"``."""
+    """run_worker(job) -> result: scenarios (a list), or ``"signatures"``.
+
+    VLLM_WORKERS: processes that share a list of scenarios (default one; an engine of a shipped
+    model takes some 2 GB of memory and, on a GPU, a minute of one core to start).
+    """
     folder = tmp_path_factory.mktemp("vllm")
     site = plugin_site(folder / "site")
+    workers = int(os.environ.get("VLLM_WORKERS", "1"))
 
     def run(job: Any, **env: str) -> Any:
+        if isinstance(job, str) or workers < 2:
+            return run_one(job, "", env)
+        shares = [job[i::workers] for i in range(min(workers, len(job)))]
+        names = [f"-{i}" for i in range(len(shares))]
+        with ThreadPoolExecutor(len(shares)) as pool:
+            found = list(pool.map(run_one, shares, names, [env] * len(shares)))
+        merged = {name: result for part in found for name, result in part.items()}
+        return {scenario["name"]: merged[scenario["name"]] for scenario in job}
+
+    def run_one(job: Any, name: str, env: dict[str, str]) -> Any:
         path = folder / "signatures"
         if not isinstance(job, str):
-            path = folder / "job.json"
+            path = folder / f"job{name}.json"
             path.write_text(json.dumps(job))
-        out = folder / "out.json"
+        out = folder / f"out{name}.json"
         out.unlink(missing_ok=True)
-        extra = {**CPU, "VLLM_CACHE_ROOT": str(folder / "cache"), **env}
+        extra = {**CPU, "VLLM_CACHE_ROOT": str(folder / f"cache{name}"), **env}
         done = subprocess.run(
             [vllm_python, str(WORKER), str(path), str(out)],
             cwd=folder,
