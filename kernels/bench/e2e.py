@@ -799,7 +799,9 @@ blocks in steps that need none (vLLM's scheduler asks each of seven cache groups
 and this package's plugin keeps that from it); waits that spin instead of sleeping; no garbage
 collection, no calls of empty hooks, and outputs processed only when a request ends, as a server
 does that in another process. *As served* is vLLM's own host, untouched. Where the host takes longer
-than the GPU, a step shows the host.
+than the GPU, a step shows the host. *stagger* spreads the flushes of requests that start together
+over the steps of a window. Which engines are up together, and in which order they are timed, is in
+[e2e-h200.txt](e2e-h200.txt) since d7701f4.
 
 Published for ReplaySSM with an fp32 state, beside plain vLLM on an H100 and for these geometries:
 Nano-4B 1.47 times the tokens at batch 256 and 1.52 at 512 (vLLM pull request 48018), Qwen3.5-4B
