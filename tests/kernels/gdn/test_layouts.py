@@ -23,12 +23,15 @@ from triton.runtime import jit
 from replayssm_quant.config import StateConfig
 from replayssm_quant.kernels.bench.inspect_sass import compile_only
 from replayssm_quant.kernels.bench.registry import OPS, Problem
+from replayssm_quant.kernels.bench.tune import kernels_of, launcher
 from replayssm_quant.state.geometry import LayerGeometry
 
 geometry = LayerGeometry("gdn", 1, 16, 96, 1)
 config = StateConfig.from_flags(sys.argv[1], buffer_len=16)
 problem = Problem(OPS["gdn_decode"], geometry, config, 2, device=torch.device("cpu"), sets=1)
 step, found = problem.steps("mix")[0], []
+module = kernels_of("gdn")
+run = launcher(module, problem, module.launch_for(config, 256))
 with compile_only(90):
     compiled = jit.JITFunction.run
     def keep(self, *args, **kwargs):
@@ -37,7 +40,7 @@ with compile_only(90):
             found.append(kernel.asm["ttgir"])
         return kernel
     jit.JITFunction.run = keep
-    problem.run(step, "triton")
+    run(step)
     jit.JITFunction.run = compiled
 (text,) = found
 layouts = dict(re.findall(r"^(#\\w+) = (.*)$", text, re.M))
