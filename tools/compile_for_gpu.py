@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import dataclasses
 import os
 import re
 import subprocess
@@ -42,9 +41,8 @@ from replayssm_quant.kernels.bench import (  # noqa: E402
     vllm_baselines,
     warm,
 )
-from replayssm_quant.kernels.bench.registry import DESIGNS, OPS, Problem  # noqa: E402
+from replayssm_quant.kernels.bench.registry import DESIGNS, OPS  # noqa: E402
 from replayssm_quant.kernels.common import launch as launching  # noqa: E402
-from replayssm_quant.state.geometry import LayerGeometry  # noqa: E402
 
 CPU = torch.device("cpu")
 MULTIPROCESSORS = 132
@@ -115,23 +113,8 @@ def compiling(arch: int) -> Iterator[set[str]]:
 
 
 def _decode_task(task: warm.Task, vllm: vllm_baselines.Baselines | None) -> Task:
-    def compile_it() -> None:
-        op, geometry = OPS[task.op], LayerGeometry(*task.geometry)
-        if task.design.startswith("vllm-"):
-            assert vllm is not None
-            name = task.design.removeprefix("vllm-")
-            made = baselines.make(name, vllm, op, geometry, task.batch, CPU, sets=1)
-            for config in made.configs:
-                with made.pinned(config):
-                    made.launches("mix")[0][0]()
-            return
-        problem = Problem(op, geometry, DESIGNS[task.design], task.batch, device=CPU, sets=1)
-        module = tune.kernels_of(op.kind)
-        step = tune.launcher(module, problem, module.LaunchConfig(**dict(task.launch)))
-        step(problem.steps("mix")[0])
-
     label = f"{task.op} {task.geometry} {task.design} batch {task.batch} {dict(task.launch)}"
-    return label, compile_it
+    return label, lambda: warm.launch_once(task, CPU, vllm)
 
 
 def _verify_task(name: str, geometry: str, design: str, batch: int, tokens: int) -> Task:
@@ -150,12 +133,11 @@ def _native_verify_task(
 ) -> Task:
     def compile_it() -> None:
         op = verify.OPS[name]
-        made = verify.NativeVerify(
-            vllm, update, op, op.geometry(geometry), batch, tokens, storage, CPU, sets=1
+        warm.launch_configs(
+            verify.NativeVerify(
+                vllm, update, op, op.geometry(geometry), batch, tokens, storage, CPU, sets=1
+            )
         )
-        for config in made.configs:
-            with made.pinned(config):
-                made.launches("mix")[0][0]()
 
     return f"{name} {geometry} vLLM {storage} batch {batch} T {tokens}", compile_it
 
@@ -193,8 +175,7 @@ def tasks_of(text: str, vllm: vllm_baselines.Baselines | None, path: str | None)
                 table = module.launch_for(DESIGNS[design], int(batch))
                 for launch in launches:
                     config = tune.parse(launch, table) if launch else table
-                    same = {"flush": 16, "beside": 0}  # which no compiler sees
-                    fields = tuple((dataclasses.asdict(config) | same).items())
+                    fields = warm.launch_fields(config)
                     tasks.append(warm.Task(name, key, design, int(batch), fields))
             if vllm is not None:
                 tasks += [

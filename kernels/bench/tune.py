@@ -204,8 +204,7 @@ def run(
             wanted[i] = list(dict.fromkeys([trial.best, *(parse(t, trial.best) for t in texts)]))
             key = warm.geometry_key(s.op.geometry(trial.geometry))
             for config in wanted[i]:
-                same = {"flush": 16, "beside": 0}  # which no compiler sees
-                launch = tuple((dataclasses.asdict(config) | same).items())
+                launch = warm.launch_fields(config)
                 tasks.append(warm.Task(s.op.name, key, trial.design, trial.batch, launch))
         if not s.compiled:
             warm.compile_all(tasks)  # what fails here fails again where it is measured

@@ -60,16 +60,27 @@ def shrink(task: Task) -> Task:
     return dataclasses.replace(task, batch=small_batch(task.batch), launch=launch)
 
 
-def _launch_once(task: Task, device: torch.device, vllm_path: str | None) -> None:
+def launch_fields(config: Any) -> tuple[tuple[str, int], ...]:
+    """``Task.launch`` of a LaunchConfig, alike for those that no compiler tells apart."""
+    return tuple((dataclasses.asdict(config) | {"flush": 16, "beside": 0}).items())
+
+
+def launch_configs(baseline: Any) -> None:
+    """A step of a baseline under each of its configurations."""
+    for config in baseline.configs:
+        with baseline.pinned(config):
+            baseline.launches("mix")[0][0]()
+
+
+def launch_once(
+    task: Task, device: torch.device, vllm: vllm_baselines.Baselines | None = None
+) -> None:
+    """Launch everything of a task once; vllm: for a task that is a baseline."""
     op, geometry = OPS[task.op], LayerGeometry(*task.geometry)
     if task.design.startswith("vllm-"):
-        assert vllm_path is not None
-        vllm = vllm_baselines.load(vllm_path)
+        assert vllm is not None
         name = task.design.removeprefix("vllm-")
-        baseline = baselines.make(name, vllm, op, geometry, task.batch, device, sets=1)
-        for config in baseline.configs:
-            with baseline.pinned(config):
-                baseline.launches("mix")[0][0]()
+        launch_configs(baselines.make(name, vllm, op, geometry, task.batch, device, sets=1))
         return
     problem = Problem(op, geometry, DESIGNS[task.design], task.batch, device=device, sets=1)
     module = tune.kernels_of(op.kind)
@@ -88,7 +99,8 @@ def _launch_once(task: Task, device: torch.device, vllm_path: str | None) -> Non
 def _work(text: str) -> None:
     """Read tasks as JSON, launch each, print one JSON line for each."""
     job = json.loads(text)
-    device = torch.device("cuda")
+    device, path = torch.device("cuda"), job["vllm_path"]
+    vllm = None if path is None else vllm_baselines.load(path)
     for number, fields in job["tasks"]:
         task = Task(
             fields["op"],
@@ -100,7 +112,7 @@ def _work(text: str) -> None:
         )
         error = None
         try:
-            _launch_once(task, device, job["vllm_path"])
+            launch_once(task, device, vllm)
             torch.cuda.synchronize()
         except Exception as problem:  # the run itself will meet it again and say so
             error = repr(problem)[:200]
