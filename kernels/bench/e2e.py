@@ -1141,18 +1141,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.child:
         child(json.loads(args.child))
         return 0
+    return command(args, parser, OP, list(ARMS), report, _check)
+
+
+def command(
+    args: argparse.Namespace,
+    parser: argparse.ArgumentParser,
+    op: str,
+    arms: Sequence[str],
+    report: Callable[[Path, Path], Path],
+    check: Callable[[argparse.Namespace], None],
+    kind: type[Engine] = Engine,
+    line: Callable[[Mapping[str, Any]], str] | None = None,
+) -> int:
+    """Add rows and report, or check all that a run asks for and run it; the exit code."""
     try:
         if args.report or args.add:
             if args.add:
-                print(add_rows(args.add, RESULTS, OP, list(ARMS)))
+                print(add_rows(args.add, RESULTS, op, arms))
             print(report(RESULTS, RESULTS.parent))
             return 0
         plan = read_plan(args.plan, parser, args) if args.plan else []
-        for line in [line for wave in plan for line in wave] or [args]:
-            _check(line)
+        for options in [options for wave in plan for options in wave] or [args]:
+            check(options)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    rows = run(args, plan=plan)
+    rows = run(args, kind, line, plan)
     return int(all("error" in r for r in rows))
 
 

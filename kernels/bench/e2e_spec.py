@@ -28,16 +28,15 @@ from .e2e import (
     PROFILE,
     PROMPT,
     REHEARSED,
-    RESULTS,
     Engine,
     _label,
     _other_run,
     _points,
     _profile_table,
     add_engine_options,
-    add_rows,
     bytes_of_request,
     child,
+    command,
     common_arguments,
     failure,
     generate,
@@ -47,8 +46,6 @@ from .e2e import (
     noting,
     profile,
     profiler_arguments,
-    read_plan,
-    run,
 )
 from .report import _number, _order, _table, _write
 
@@ -353,19 +350,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.child:
         child(json.loads(args.child), measure_point)
         return 0
-    try:
-        if args.report or args.add:
-            if args.add:
-                print(add_rows(args.add, RESULTS, OP, list(ARMS)))
-            print(report(RESULTS, RESULTS.parent))
-            return 0
-        plan = read_plan(args.plan, parser, args) if args.plan else []
-        for line in [line for wave in plan for line in wave] or [args]:
-            _check(line)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    rows = run(args, DraftEngine, _line, plan)
-    return int(all("error" in r for r in rows))
+    return command(args, parser, OP, list(ARMS), report, _check, DraftEngine, _line)
 
 
 def _check(args: argparse.Namespace) -> None:
