@@ -14,7 +14,6 @@ from functools import lru_cache
 
 import torch
 import triton
-import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .planes import PTX
@@ -79,34 +78,3 @@ def rejoin(device: torch.device) -> None:
 def register_limit(most: int) -> dict[str, int]:
     """Launch options of a kernel that may use so many registers a thread (255: any number)."""
     return {} if torch.version.hip or most >= 255 else {"maxnreg": most}
-
-
-@triton.constexpr_function
-def read_blocks(tiles, rows):
-    """Blocks of ``rows`` rows in a head of so many tiles of 16 rows."""
-    return (16 * tiles + rows - 1) // rows
-
-
-@triton.jit
-def step_unit(HEADS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr):
-    """(tile of 16 rows, head, row of the batch, reads) of a program of a step in one launch.
-
-    There is a program for each tile, which it folds where its row flushes. Where rows do not, the
-    first TILES / (ROWS / 16) programs of each head, which come before all others, read ROWS rows
-    each, from their tile on.
-    """
-    READS: tl.constexpr = read_blocks(TILES, ROWS)
-    REST: tl.constexpr = TILES - READS
-    EACH: tl.constexpr = ROWS // 16
-    unit = tl.program_id(0)
-    head = unit // READS
-    tile = unit % READS * EACH
-    reads = True
-    if REST > 0:
-        first = tl.num_programs(0) // TILES * READS
-        other = unit - first
-        reads = other < 0
-        number = other % REST  # of the tiles at which no block starts
-        head = tl.where(reads, head, other // REST)
-        tile = tl.where(reads, tile, number // (EACH - 1) * EACH + 1 + number % (EACH - 1))
-    return tile, head % HEADS, (head // HEADS).to(tl.int64), reads

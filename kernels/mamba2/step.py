@@ -12,12 +12,36 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.launch import step_unit
 from ..common.matrix import fetch_block, load_operand
 from ..common.readout import load_stored
 from .decode import answer_block, ask_weights
 from .flush import flush_tile, window_rows
 from .prepare import ask_inputs, prepare_heads
+
+
+@triton.jit
+def _unit(HEADS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr):
+    """(tile of 16 rows, head, row of the batch, reads) of a program of a step in one launch.
+
+    There is a program for each tile, which it folds where its row flushes. Where rows do not, the
+    first TILES / (ROWS / 16) programs of each head, which come before all others, read ROWS rows
+    each, from their tile on.
+    """
+    READS: tl.constexpr = (16 * TILES + ROWS - 1) // ROWS
+    REST: tl.constexpr = TILES - READS
+    EACH: tl.constexpr = ROWS // 16
+    unit = tl.program_id(0)
+    head = unit // READS
+    tile = unit % READS * EACH
+    reads = True
+    if REST > 0:
+        first = tl.num_programs(0) // TILES * READS
+        other = unit - first
+        reads = other < 0
+        number = other % REST  # of the tiles at which no block starts
+        head = tl.where(reads, head, other // REST)
+        tile = tl.where(reads, tile, number // (EACH - 1) * EACH + 1 + number % (EACH - 1))
+    return tile, head % HEADS, (head // HEADS).to(tl.int64), reads
 
 
 @triton.jit(do_not_specialize=("layer", "head_offset"))
@@ -47,12 +71,12 @@ def step_kernel(
     MATRIX: tl.constexpr, ROTATE: tl.constexpr, BLOCK: tl.constexpr,
     SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, D_ROWS: tl.constexpr, HAS_Z: tl.constexpr,
 ):  # fmt: skip
-    """A unit (16 rows of a head of a sequence that flushes, or ROWS rows, see ``step_unit``): fold
+    """A unit (16 rows of a head of a sequence that flushes, or ROWS rows, see ``_unit``): fold
     and store, or read and append, or zeros.
 
     ROWS a multiple of 16. Starting before the launch before has ended gained nothing.
     """
-    i_t, i_h, i_b, reads = step_unit(H, TILES, ROWS)
+    i_t, i_h, i_b, reads = _unit(H, TILES, ROWS)
     i_g = i_h // (H // G)
     slot = tl.load(slot_ptr + i_b).to(tl.int64)
     flush = tl.load(flush_ptr + i_b).to(tl.int32)
