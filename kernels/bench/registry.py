@@ -390,10 +390,8 @@ def call(
             layer=layer,
             impl=impl,
         )
-    if impl == "triton" or (impl is None and views.ckpt.is_cuda):
-        from ..gdn.triton_ops import decode_packed
-
-        return decode_packed(
+    if (module := ops._triton("gdn", views.ckpt, impl)) is not None:
+        return module.decode_packed(
             views, config, rows, i.mixed_qkv, i.a, i.b, i.A_log, i.dt_bias, layer=layer
         )
     return ops.gdn_decode(views, config, rows, i.q, i.k, i.v, i.g, i.beta, layer=layer, impl=impl)
