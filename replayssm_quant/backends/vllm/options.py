@@ -29,8 +29,8 @@ class Options:
     """What the user asked for: a recipe's name, or one config for every layer.
 
     block_shortcut: whether vLLM's scheduler looks for cache blocks only in steps that can need one
-    (``blocks``). stagger: whether requests that start together flush in different steps; None: as
-    the recipe says.
+    (``blocks``). stagger, beside a recipe: whether requests that start together flush in different
+    steps; None: as the recipe says.
     """
 
     recipe: str | None
@@ -115,4 +115,4 @@ def parse(additional_config: Any) -> Options | None:
     if "update_dtype" not in values:
         raise ValueError(f"{where}: give a recipe (for example 'auto') or an update_dtype")
     config = StateConfig.from_dict({**rest, "seed": seed, "stagger": bool(stagger)})
-    return Options(None, config, seed, block_shortcut, config.stagger)
+    return Options(None, config, seed, block_shortcut)
