@@ -21,7 +21,7 @@ eval: $(VENV)/.installed
 	$(VENV)/bin/python -m replayssm_quant.eval $(ARGS)
 
 test: lint
-	$(VENV)/bin/python -m pytest -n 2 $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
 	$(if $(ARGS),,$(VENV)/bin/python -m replayssm_quant.gates check --quiet)
 
 gates: $(VENV)/.installed
