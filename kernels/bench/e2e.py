@@ -788,10 +788,13 @@ if every request of the batch got a token in it, so prefills do not. *x fp32* an
 by the step of plain vLLM with an fp32 state and of vLLM's own `--use-replayssm` in the same run,
 under the same model runner where that was measured, else marked `*`; `†` marks a ratio between
 runs at different commits, which need not have had the same machine. *state* is what one request
-keeps in its recurrent layers, convolution and ring included. *room* is vLLM's own "Maximum
-concurrency" of requests as long as those measured, scaled to a cache of {budget} GiB. vLLM's native
-Mamba-2 kernel runs with the launches that the kernel benchmark found best, since vLLM has none for
-this head size; its prefill kernels may have been left untuned, which no number here shows.
+keeps in its recurrent layers, convolution and ring included; codes and scales alone would let 1.56
+(`fp16+nvfp4`), 2.56 (`P4+8`) or 2.61 (`P8+4`) requests into the state of one, and a ring of four
+inputs 1.51, 2.39 and 2.44 on Nano-4B (`python -m replayssm_quant.plan --buffer-len 4`). *room* is
+vLLM's own "Maximum concurrency" of requests as long as those measured, scaled to a cache of
+{budget} GiB. vLLM's native Mamba-2 kernel runs with the launches that the kernel benchmark found
+best, since vLLM has none for this head size; its prefill kernels may have been left untuned, which
+no number here shows.
 
 *Lean host* is the same engine in every arm, plain ones included, with things changed that touch no
 token and no kernel ([host.py](host.py)): scheduler and model in one process; no look for new cache
@@ -815,6 +818,8 @@ TARGETS = (
     ("qwen3.5-4b", "x fp32", 1.7),
 )
 """model, column, least value of the best arm at batch 256."""
+ROOM_TARGETS = ((("fp16+nvfp4",), 1.5), (("P4+8", "P8+4"), 2.4))
+"""Formats, and the least number of requests whose state takes the bytes of one fp32 request."""
 
 
 def _base(rows: list[dict], row: Mapping[str, Any], arm: str) -> tuple[float | None, str]:
@@ -1003,6 +1008,7 @@ def section(rows: list[dict[str, Any]]) -> list[str]:
                 met = "yes" if best >= least else "no"
                 what = f"best arm: {column}{HOSTS[name]}"
                 targets.append([what, f"{least:.2f}", f"{best:.2f}{marks.strip('*')}", met])
+    targets += _room_targets(rows)
     if targets:
         lines += _table(["target, batch 256", "at least", "reached", "met"], targets)
     for point in points:
@@ -1015,6 +1021,20 @@ def section(rows: list[dict[str, Any]]) -> list[str]:
         lines.append(f"{arm} failed: {next(r['error'] for r in failed if r['arm'] == arm)}")
         lines.append("")
     return lines
+
+
+def _room_targets(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """What the state of the smallest arm of each kind has of ``ROOM_TARGETS``, as rows."""
+    states = {r["arm"]: r["state_bytes"] for r in rows}
+    out = []
+    for names, least in ROOM_TARGETS:
+        here = [b for a, b in states.items() if a.removesuffix("-stagger") in names]
+        if here and "fp32" in states:
+            best = states["fp32"] / min(here)
+            met = "yes" if best >= least else "no"
+            what = f"{' or '.join(names)}: requests in the state of one fp32 request"
+            out.append([what, f"{least:.2f}", f"{best:.2f}", met])
+    return out
 
 
 def newest_rows(folder: Path, op: str) -> dict[str, list[dict[str, Any]]]:

@@ -229,6 +229,8 @@ def test_the_report_compares_within_a_runner(python: str, tmp_path: Path) -> Non
     assert " v2 | 25,600 | 10.00 | 10.00 | 10.00 | 2.50 | 2.00* | 37.7 |" in table["P4+8"]
     assert " v1 | 25,600 | 10.00 | 10.00 | 10.00 | 2.00 | 2.00 | 37.7 |" in table["P4+8-v1"]
     assert "| 2.20 | 2.50 | yes |" in table["best arm: x fp32, lean host"]
+    room = "P4+8 or P8+4: requests in the state of one fp32 request"
+    assert "| 2.40 | 2.12 | no |" in table[room]
     assert "e4m3 failed: RuntimeError: out of memory" in text
     assert "fp32-bare failed: no plugin" in text
 
