@@ -100,7 +100,8 @@ def _designs(rows: list[Row]) -> list[str]:
 
 def _geometry_table(rows: list[Row]) -> list[str]:
     """Times and ratios of every design at one geometry and batch."""
-    header = ["design", "readout, us", "share of copy", "flush, us", "share", "mix, us", "share"]
+    header = ["design", "readout, us", "GB/s", "share of copy", "flush, us", "share"]
+    header += ["mix, us", "GB/s", "share"]
     header += ["x native fp32", "x native 16-bit", "x replay fp32"]
     out = []
     for design in _designs(rows):
@@ -108,6 +109,8 @@ def _geometry_table(rows: list[Row]) -> list[str]:
         for phase in ("readout", "flush", "mix"):
             row = _find(rows, design=design, phase=phase)
             line.append(_number(row and row["time_us"], "{:.1f}"))
+            if phase != "flush":
+                line.append(_number(row and row["gbps"], "{:,.0f}"))
             line.append(_number(row and row["copy_fraction"]))
         mix = _find(rows, design=design, phase="mix")
         for column in ("ratio_native_fp32", "ratio_native_fp16", "ratio_upstream_replay_fp32"):
