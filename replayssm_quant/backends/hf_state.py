@@ -642,7 +642,7 @@ def assisted(model: Any, drafts: int) -> Iterator[None]:
     version whose caches do not keep what they need to be cropped.
     """
     if not hasattr(LinearAttentionLayer(), "record_past"):
-        raise ValueError("drafts need a transformers whose recurrent caches can be cropped: 5.20")
+        raise ValueError("drafts need transformers 5.17 or newer: its caches can be cropped")
     make = model._get_candidate_generator
 
     def limited(*args: Any, **kwargs: Any) -> _Candidates:
