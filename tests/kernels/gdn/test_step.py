@@ -35,6 +35,9 @@ FORMATS = {
     "fp32": StateConfig.from_flags("fp32", buffer_len=4),
     "fp16+nvfp4": StateConfig.from_flags("fp16", "nvfp4", buffer_len=4),
     "fp16-rn+e4m3": StateConfig.from_flags("fp16", "e4m3", buffer_len=4, rounding="rn"),
+    "fp16": StateConfig.from_flags("fp16", "same", buffer_len=4),
+    "bf16": StateConfig.from_flags("bf16", "same", buffer_len=4, rounding="rn"),
+    "fp32+bf16": StateConfig.from_flags("fp32", "bf16", buffer_len=4),
     "bf16+int8": StateConfig.from_flags("bf16", "int8", buffer_len=4),
     "e4m3+nvfp4": StateConfig.from_flags("e4m3", "nvfp4", buffer_len=4, philox_rounds=10),
     "e4m3-b32-fp16": StateConfig.from_flags("e4m3/b32/fp16", "same", buffer_len=4),
@@ -195,6 +198,33 @@ def test_served_layers_in_bf16(gdn_case, gdn_check, geometry, config):
     beta_max = 2.0 if geometry.n == 96 else 1.0
     case = gdn_case(geometry, config, "frperrrf", torch.bfloat16, beta_max=beta_max)
     gdn_check(case, **bounds_of(config, output=2.0**-9))
+
+
+SHARDS = {
+    "qwen3.5-4b-tp2": gdn(8, 16, 128, 128),
+    "qwen3.5-4b-tp4": gdn(4, 8, 128, 128),
+    "qwen3.6-27b-tp8": gdn(2, 6, 128, 128),
+    "qwen3.5-122b-tp8": gdn(2, 8, 128, 128),
+    "olmo-hybrid-7b-tp2": gdn(15, 15, 96, 192),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", ["nvfp4+fp16", "P8+4-rot"])
+@pytest.mark.parametrize("shard", SHARDS)
+def test_shards_in_bf16(gdn_case, gdn_check, shard, config):
+    geometry = SHARDS[shard]
+    beta_max = 2.0 if geometry.n == 96 else 1.0
+    case = gdn_case(geometry, SERVED[config], "frperrrf", torch.bfloat16, beta_max=beta_max)
+    gdn_check(case, **bounds_of(SERVED[config], output=2.0**-9))
+
+
+@pytest.mark.parametrize("groups, heads", [(2, 6), (5, 5)])
+def test_small_shards(gdn_case, gdn_check, groups, heads):
+    """Odd numbers of heads and groups, as tensor parallelism leaves them."""
+    config = StateConfig.from_flags("P8+4", buffer_len=2, rotate=True)
+    case = gdn_case(gdn(groups, heads, 16, 8), config, "fr", torch.float16)
+    gdn_check(case, **bounds_of(config, 2.0**-11))
 
 
 @pytest.mark.gpu

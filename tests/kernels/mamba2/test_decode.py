@@ -26,9 +26,14 @@ MODELS = {  # heads, head_dim, d_state, groups
     "nemotron-nano-4b": (96, 80, 128, 8),
     "nemotron-nano-30b": (64, 64, 128, 8),
     "nemotron-ultra": (256, 64, 128, 8),
+    "nemotron-nano-9b": (128, 80, 128, 8),
+    "falcon-h1-1.5b": (48, 64, 256, 1),
     "falcon-h1-7b": (24, 128, 256, 1),
+    "falcon-h1-34b": (32, 128, 256, 2),
     "falcon-h1-tiny": (24, 32, 64, 1),
     "granite-350m": (48, 32, 128, 1),
+    "granite-h-micro": (64, 64, 128, 1),
+    "zamba2-2.7b": (80, 64, 64, 1),
     "bamba-9b": (128, 64, 128, 1),
     "odd-state": (8, 64, 96, 2),
     "small-state": (4, 64, 16, 1),
@@ -94,6 +99,9 @@ CASES = {
     "fp32-L1": ((2, 16, 64, 1), flags("fp32", buffer_len=1), 3),
     "fp16-shared-L32": ((1, 32, 64, 1), flags("fp16", "same", buffer_len=32), 4),
     "int4-shared": ((1, 16, 32, 1), flags("int4", "same"), 3),
+    "bf16-shared": ((1, 16, 32, 1), flags("bf16", "same", buffer_len=4), 3),
+    "bf16+fp32": ((1, 16, 64, 1), flags("fp32", "bf16", buffer_len=4), 3),
+    "fp16+fp32-2-groups-state256": ((2, 16, 256, 2), flags("fp32", "fp16", buffer_len=3), 3),
 }
 
 
