@@ -107,7 +107,8 @@ SUFFIXES: dict[str, dict[str, Any]] = {
 }
 """``fp32-v1`` runs an arm under one of vLLM's model runners, ``fp32-bare`` without any plugin,
 ``P4+8-stagger`` spreads the flushes of a batch over the steps of a window. ``fp32-served`` leaves
-the host to vLLM, scheduler and model in a process of their own; ``fp32-oneprocess`` has them in the
+the host to vLLM, scheduler and model in a process of their own, and staggers as the plugin does
+unless it is told otherwise; ``fp32-oneprocess`` has them in the
 process that asks, where the leaner host of all other arms is, and changes nothing else."""
 
 SPREAD = (0.0, 0.05, 0.25, 0.75, 0.95, 0.99)
@@ -133,14 +134,22 @@ def arm_of(name: str) -> dict[str, Any]:
     """The arm of a name, which may end in a suffix. Raises ValueError for an unknown name."""
     base, _, suffix = name.rpartition("-")
     if name in ARMS:
-        return ARMS[name]
+        return at_once(ARMS[name])
     if base in ARMS and suffix == "stagger" and "options" in ARMS[base]:
         return ARMS[base] | {"options": ARMS[base]["options"] | SUFFIXES[suffix]}
     if base in ARMS and suffix in SUFFIXES and suffix != "stagger":
-        return ARMS[base] | SUFFIXES[suffix]
+        arm = ARMS[base] if suffix == "served" else at_once(ARMS[base])
+        return arm | SUFFIXES[suffix]
     raise ValueError(
         f"unknown arm '{name}'; known: {', '.join(ARMS)}, each with -{', -'.join(SUFFIXES)} or not"
     )
+
+
+def at_once(arm: dict[str, Any]) -> dict[str, Any]:
+    """The arm with all rows flushing together, where the plugin would stagger them."""
+    if "options" not in arm:
+        return arm
+    return arm | {"options": arm["options"] | {"stagger": False}}
 
 
 def host_of(arm: Mapping[str, Any]) -> str:
@@ -803,8 +812,9 @@ and this package's plugin keeps that from it); waits that spin instead of sleepi
 collection, no calls of empty hooks, and outputs processed only when a request ends, as a server
 does that in another process. *As served* is vLLM's own host, untouched. Where the host takes longer
 than the GPU, a step shows the host. *stagger* spreads the flushes of requests that start together
-over the steps of a window. Which engines are up together, and in which order they are timed, is in
-[e2e-h200.txt](e2e-h200.txt) since d7701f4.
+over the steps of a window, as the plugin does unless it is told otherwise; in other arms of the
+lean host they all flush at once. Which engines are up together, and in which order they are timed,
+is in [e2e-h200.txt](e2e-h200.txt) since d7701f4.
 
 Published for ReplaySSM with an fp32 state, beside plain vLLM on an H100 and for these geometries:
 Nano-4B 1.47 times the tokens at batch 256 and 1.52 at 512 (vLLM pull request 48018), Qwen3.5-4B

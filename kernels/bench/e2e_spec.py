@@ -34,6 +34,7 @@ from .e2e import (
     _points,
     _profile_table,
     add_engine_options,
+    at_once,
     bytes_of_request,
     child,
     command,
@@ -68,7 +69,7 @@ def arm_of(name: str) -> dict[str, Any]:
     """The arm of a name. Raises ValueError for an unknown one."""
     if name not in ARMS:
         raise ValueError(f"unknown arm '{name}'; known: {', '.join(ARMS)}")
-    return ARMS[name]
+    return at_once(ARMS[name])
 
 
 def states(arm: Mapping[str, Any], drafts: int) -> int:

@@ -133,7 +133,8 @@ def test_suffixes_choose_the_runner_and_leave_the_plugin_out() -> None:
     assert e2e.arm_of("fp32-bare") == e2e.ARMS["fp32"] | {"plugins": "none"}
     staggered = e2e.arm_of("P4+8-stagger")["options"]
     assert staggered == e2e.ARMS["P4+8"]["options"] | {"stagger": True}
-    assert "stagger" not in e2e.ARMS["P4+8"]["options"]
+    for name in ("P4+8", "P4+8-v1"):  # the plugin's default would be theirs
+        assert e2e.arm_of(name)["options"] == e2e.ARMS["P4+8"]["options"] | {"stagger": False}
     for name in ("fp32-v3", "fp32-stagger"):
         with pytest.raises(ValueError, match=f"unknown arm '{name}'"):
             e2e.arm_of(name)

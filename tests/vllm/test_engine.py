@@ -69,8 +69,9 @@ def add_common(s: Scenarios, excerpt: Any) -> None:
     s.add("chunks-stock", None, chunks, prompts=prompts)
     s.add("chunks", FP32, chunks, prompts=prompts, poison=True)
     s.add("chunks-L2", FP32 | {"buffer_len": 2}, chunks, prompts=prompts)
-    s.add("published", {"update_dtype": "fp16", "rounding": "rn"}, poison=True)
-    s.add("recipe", {"recipe": "auto"}, poison=True)
+    at_once = {"stagger": False}  # as transformers' backend flushes
+    s.add("published", {"update_dtype": "fp16", "rounding": "rn"} | at_once, poison=True)
+    s.add("recipe", {"recipe": "auto"} | at_once, poison=True)
     s.add("coarse", {"update_dtype": "nvfp4", "buffer_len": 1, "rounding": "rn"})
 
 

@@ -1,6 +1,7 @@
 """The plugin's options: what is understood, what is refused and how."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -27,7 +28,7 @@ def test_without_the_key_the_plugin_is_off(value: object) -> None:
 def test_explicit_settings() -> None:
     options = parse({KEY: {"update_dtype": "fp16", "buffer_len": 8, "seed": 5}})
     assert options is not None
-    expected = StateConfig.from_flags("fp16", buffer_len=8, seed=5)
+    expected = StateConfig.from_flags("fp16", buffer_len=8, seed=5, stagger=True)
     assert options.layer_configs(NEMOTRON) == {0: expected, 2: expected}
     assert expected.output == parse_format("nvfp4")
 
@@ -53,16 +54,29 @@ def test_a_recipe_gives_each_layer_its_config() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"recipe": "auto"}, {"update_dtype": "fp16"}])
-def test_flushes_are_staggered_where_asked_for(settings: dict[str, str]) -> None:
+def test_flushes_are_staggered_unless_refused(settings: dict[str, str]) -> None:
     for stagger in (False, True):
         options = parse({KEY: settings | {"stagger": stagger}})
         assert options is not None
         assert {c.stagger for c in options.layer_configs(NEMOTRON).values()} == {stagger}
-    plain, spread = (parse({KEY: settings | more}) for more in ({}, {"stagger": True}))
-    assert plain is not None and spread is not None
-    for i, c in plain.layer_configs(NEMOTRON).items():  # and nothing else changes
-        assert dataclasses.replace(c, stagger=True) == spread.layer_configs(NEMOTRON)[i]
-        assert not c.stagger
+    unsaid, at_once = (parse({KEY: settings | more}) for more in ({}, {"stagger": False}))
+    assert unsaid is not None and at_once is not None
+    for i, c in at_once.layer_configs(NEMOTRON).items():  # and nothing else changes
+        assert dataclasses.replace(c, stagger=True) == unsaid.layer_configs(NEMOTRON)[i]
+
+
+def test_a_recipe_may_say_whether_flushes_are_staggered(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    for said in (False, True):
+        settings = f"settings: {{replay: {{stagger: {str(said).lower()}}}}}"
+        head = "schema: 1\nname: mine\ndescription: Mine.\nextends: nemotron-3\n"
+        path.write_text(head + settings + "\n")
+        for asked in (None, True, False):
+            more = {} if asked is None else {"stagger": asked}
+            options = parse({KEY: {"recipe": str(path)} | more})
+            assert options is not None
+            found = {c.stagger for c in options.layer_configs(NEMOTRON).values()}
+            assert found == {said if asked is None else asked}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-FP32 = {"update_dtype": "fp32"}
+FP32 = {"update_dtype": "fp32", "stagger": False}
 TOKENS = 60
 LENGTHS = [1, 2, 15, 16, 17, 33, 70]
 FAMILIES = {"mamba2": ("nemotron_h", "float32"), "gdn": ("qwen3_5_text", "bfloat16")}

@@ -2,7 +2,8 @@
 
 Either a recipe, ``{"recipe": "nemotron-3"}`` (a shipped name, name/variant, a .yaml path or
 ``auto``), or the fields of a ``StateConfig``, ``{"update_dtype": "fp16", "output_dtype":
-"nvfp4"}``. ``seed``, ``stagger`` and ``block_shortcut`` go with both. vLLM hashes the mapping into
+"nvfp4"}``. ``seed``, ``stagger`` (on unless it is false: an engine serves many requests, which
+should not flush at once) and ``block_shortcut`` go with both. vLLM hashes the mapping into
 its compile cache and hands it to every process, which an environment variable would not do.
 """
 
@@ -30,7 +31,7 @@ class Options:
 
     block_shortcut: whether vLLM's scheduler looks for cache blocks only in steps that can need one
     (``blocks``). stagger, beside a recipe: whether requests that start together flush in different
-    steps; None: as the recipe says.
+    steps; None: as the recipe says, or else yes.
     """
 
     recipe: str | None
@@ -57,10 +58,13 @@ class Options:
         from ...recipe import resolve
 
         assert self.recipe is not None
-        configs = resolve(self.recipe, model_config, model_name).configs(geometry, self.seed)
-        if self.stagger is None:
-            return configs
-        return {i: dataclasses.replace(c, stagger=self.stagger) for i, c in configs.items()}
+        recipe = resolve(self.recipe, model_config, model_name)
+        configs, stagger = recipe.configs(geometry, self.seed), self.stagger
+        if stagger is None:
+            if (recipe.settings.get("replay") or {}).get("stagger") is not None:
+                return configs
+            stagger = True
+        return {i: dataclasses.replace(c, stagger=stagger) for i, c in configs.items()}
 
 
 def _unknown(key: object, known: tuple[str, ...], where: str) -> ValueError:
@@ -114,5 +118,5 @@ def parse(additional_config: Any) -> Options | None:
         return Options(recipe, None, seed, block_shortcut, stagger)
     if "update_dtype" not in values:
         raise ValueError(f"{where}: give a recipe (for example 'auto') or an update_dtype")
-    config = StateConfig.from_dict({**rest, "seed": seed, "stagger": bool(stagger)})
+    config = StateConfig.from_dict({**rest, "seed": seed, "stagger": stagger is not False})
     return Options(None, config, seed, block_shortcut)
