@@ -52,6 +52,7 @@ SEARCH: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
             "readout",
             (
                 "rows=64,blocks=1",
+                "rows=64,blocks=1,prepare_registers=64",  # at batch 256 all are resident at once
                 "rows=32,blocks=1",
                 "rows=64,blocks=2",
                 "rows=64,blocks=2,ahead=1",

@@ -45,6 +45,7 @@ class LaunchConfig:
 
     rows: of a readout block; blocks: of a program; ahead: 1 to load the next block while one is
     worked on; warps: of a readout program without matrix units; registers: of one, at most.
+    prepare_registers: of a program that prepares reads, at most.
 
     window: warps of a program that prepares flushes (1, 2 or 4: several hold fewer registers each).
     flush: programs that flush for each multiprocessor; flush_registers: of one, at most; beside: 1
@@ -67,6 +68,7 @@ class LaunchConfig:
     dot_from: int = 5
     single: int = 0
     registers: int = 255
+    prepare_registers: int = 255
 
 
 WINDOW_WARPS = 16
@@ -294,7 +296,7 @@ def _run(
     prepare_kernel[(batch, hk)](
         VP=triton.next_power_of_2(width), PERP=per_padded, OUTPUT=plane_sizes["OUTPUT"],
         MATRIX=matrix, WORDS=words, EARLY=start, num_warps=1, num_stages=1, **inputs,
-        **reading,
+        **reading, **register_limit(launch.prepare_registers),
     )  # fmt: skip
     blocks = launch.blocks * launch.rows // block
     given = {name: value for name, value in reading.items() if name != "scratch_ptr"}
