@@ -41,6 +41,8 @@ class StateConfig:
     philox_rounds: int = 7
     seed: int = 0
     stagger: bool = False
+    text: str = dataclasses.field(init=False, repr=False, compare=False)
+    """The settings in one line, for ``from_text``: what an operator takes in a compiled graph."""
 
     def __post_init__(self) -> None:
         use = {"buffer_len": "1 to 64", "random_bits": "8 or 16", "philox_rounds": "7 or 10"}
@@ -82,6 +84,9 @@ class StateConfig:
                     f"the checkpoint {self.update.name} ({self.update.bits} bits) that it is made "
                     "from; use output 'same' or a narrower format"
                 )
+        values = [getattr(self, f.name) for f in dataclasses.fields(self) if f.init]
+        text = json.dumps([v.name if isinstance(v, Format) else v for v in values])
+        object.__setattr__(self, "text", text)
 
     @property
     def is_shared(self) -> bool:
@@ -207,6 +212,12 @@ class StateConfig:
             "seed": self.seed,
             "stagger": self.stagger,
         }
+
+    @classmethod
+    def from_text(cls, text: str) -> StateConfig:
+        """The config whose ``text`` this is."""
+        update, output, *others = json.loads(text)
+        return cls(parse_format(update), None if output is None else parse_format(output), *others)
 
     @property
     def digest(self) -> str:

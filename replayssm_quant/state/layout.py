@@ -7,7 +7,9 @@ without a copy, so a slot's stride may be anything an engine chooses.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import json
+from dataclasses import astuple, dataclass, fields
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ..config import StateConfig
@@ -50,7 +52,8 @@ class StateViews:
     them, ring_dt [slots, L, H] fp32 after bias and softplus. Of GDN: ring_k [slots, L, HK, K] raw,
     ring_v [slots, L, HV, V], and fp32 ring_g [slots, L, HV, 1] (log decay), ring_beta
     [slots, L, HV], ring_rk [slots, L, HK] = 1 / |k|. drafts: what a step may verify; with some a
-    ring has L + T entries (``ring_capacity``) instead of L.
+    ring has L + T entries (``ring_capacity``) instead of L. pages and layout: where the views come
+    from, which is what a compiled graph works on; None where each has a storage of its own.
     """
 
     ckpt: torch.Tensor
@@ -69,10 +72,12 @@ class StateViews:
     ring_beta: torch.Tensor | None = None
     ring_rk: torch.Tensor | None = None
     drafts: int = 0
+    pages: torch.Tensor | None = None
+    layout: StateLayout | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every view that is present, by name."""
-        pairs = ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "drafts")
+        pairs = ((name, getattr(self, name)) for name in VIEWS)
         return {name: t for name, t in pairs if t is not None}
 
     def check_ring(self, ring: torch.Tensor, buffer_len: int) -> None:
@@ -84,6 +89,10 @@ class StateViews:
                 f"the ring holds {ring.shape[1]} tokens but buffer_len is {buffer_len}{drafts}, "
                 f"which needs {wanted}; build the pool and the step from one StateConfig"
             )
+
+
+VIEWS = tuple(f.name for f in fields(StateViews) if f.name not in ("drafts", "pages", "layout"))
+"""Names of the tensors of ``StateViews``."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +114,8 @@ class StateLayout:
 
     ring_storage is the dtype of the ring's activations (``bf16``, ``fp16`` or ``fp32``). drafts:
     draft tokens that a step verifies at most (speculative decoding); they only lengthen the ring.
-    Raises ValueError where a format does not fit the geometry.
+    text is all of that in one line, for ``from_text``. Raises ValueError where a format does not
+    fit the geometry.
     """
 
     def __init__(
@@ -119,6 +129,7 @@ class StateLayout:
             raise ValueError(f"ring dtype '{ring_storage}' is not supported; use bf16, fp16, fp32")
         self.geometry, self.config, self.ring_storage = geometry, config, ring_storage
         self.drafts, self.capacity = drafts, ring_capacity(config.buffer_len, drafts)
+        self.text = json.dumps([astuple(geometry), config.text, ring_storage, drafts])
         g, length = geometry, self.capacity
         shape = (g.heads, g.rows, g.n)
         planes = [("ckpt", p) for p in config.update.planes(*shape)]
@@ -140,6 +151,13 @@ class StateLayout:
             self._add("ring_g", (length, g.heads, g.gate_width), "fp32")
             self._add("ring_beta", (length, g.heads), "fp32")
             self._add("ring_rk", (length, g.groups), "fp32")
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def from_text(text: str) -> StateLayout:
+        """The layout whose ``text`` this is."""
+        geometry, config, *others = json.loads(text)
+        return StateLayout(LayerGeometry(*geometry), StateConfig.from_text(config), *others)
 
     def _add(self, name: str, shape: tuple[int, ...], storage: str) -> None:
         offset = -(-self._end // ALIGN) * ALIGN
@@ -256,12 +274,11 @@ class StateLayout:
             flat = pages[:, f.offset : f.offset + f.nbytes].view(dtypes[f.storage])
             return flat.unflatten(1, f.shape)
 
-        names = [f.name for f in fields(StateViews) if f.name != "drafts"]
-        found = {name: view(name) for name in names}
+        found = {name: view(name) for name in VIEWS}
         if self.config.output is None:
             for part in ("", "_scale", "_tile_scale"):
                 found["copy" + part] = found["ckpt" + part]
-        return StateViews(**found, drafts=self.drafts)  # type: ignore[arg-type]
+        return StateViews(**found, drafts=self.drafts, pages=pages, layout=self)  # type: ignore[arg-type]
 
 
 def fp32_bytes(geometry: LayerGeometry) -> int:

@@ -82,6 +82,7 @@ def test_round_trip_and_digest(update, output, length, rounding, rotate, bits, s
         c = flags(update, output, stagger=stagger, **kw)
     except ValueError:
         return
+    assert StateConfig.from_text(c.text) == c
     again = StateConfig.from_dict(c.to_dict())
     assert again == c and again.digest == c.digest and hash(again) == hash(c)
     for change in (dict(seed=seed + 1), dict(rotate=not rotate), dict(buffer_len=length % 64 + 1)):

@@ -58,10 +58,21 @@ def test_views_cover_their_bytes_and_no_others(geometry, pair, length, gap):
     for f in layout.fields.values():
         used[f.offset : f.offset + f.nbytes] = True
     assert not pages[0].any() and not pages[1][~used].any()
+    assert views.pages is pages and views.layout is layout
     assert pages[1].ne(0).sum() >= sum(
         f.nbytes // {"fp32": 4, "fp16": 2, "bf16": 2, "u8": 1, "i32": 4}[f.storage]
         for f in layout.fields.values()
     )
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(geometries, pairs, st.integers(1, 20), st.sampled_from(["bf16", "fp32"]), st.integers(0, 7))
+def test_its_text_gives_an_equal_layout(geometry, pair, length, ring, drafts):
+    config = StateConfig.from_flags(*pair, buffer_len=length, rotate=True, seed=length)
+    layout = StateLayout(geometry, config, ring, drafts)
+    again = StateLayout.from_text(layout.text)
+    assert again.signature == layout.signature and again.config == config
+    assert (again.drafts, again.capacity, again.text) == (drafts, layout.capacity, layout.text)
 
 
 def test_views_refuse_pages_that_do_not_fit():
