@@ -4,6 +4,10 @@ Every function takes the views of one layer (``state.layout.StateLayout.views``)
 and the control rows of the step (``state.cache.StepRows``). ``impl`` forces ``"reference"`` or
 ``"triton"``; None picks Triton for CUDA tensors where Triton can be imported. Shapes and errors are
 those of the references in ``kernels/*/reference.py``.
+
+Under torch.compile each function is one operator, ``torch.ops.replayssm_quant.<its name>``, which
+changes the pages and nothing else (``operators``); it takes any views that a ``StateLayout`` made.
+Cursors belong outside of the compiled code: they are the caller's to advance.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from .kernels.gdn import reference as gdn_reference
 from .kernels.gdn import verify_reference as gdn_verify_reference
 from .kernels.mamba2 import reference as mamba2_reference
 from .kernels.mamba2 import verify_reference as mamba2_verify_reference
+from .operators import like, nothing, operator, states, unpacked
 from .state.cache import StepRows, VerifyRows, write_state
 from .state.cache import compact as compact_reference
 from .state.layout import StateViews
@@ -42,6 +47,7 @@ def _triton(
     return importlib.import_module(f".kernels.{family}.{name}", __package__)
 
 
+@operator(like("x"))
 def mamba2_decode(
     views: StateViews,
     config: StateConfig,
@@ -81,6 +87,7 @@ def mamba2_decode(
     )
 
 
+@operator(states, changes=False)
 def mamba2_load(
     views: StateViews,
     config: StateConfig,
@@ -95,6 +102,7 @@ def mamba2_load(
     return load(views, config, rows, A)
 
 
+@operator(like("v"))
 def gdn_decode(
     views: StateViews,
     config: StateConfig,
@@ -130,6 +138,41 @@ def gdn_decode(
     )
 
 
+@operator(unpacked)
+def gdn_decode_packed(
+    views: StateViews,
+    config: StateConfig,
+    rows: StepRows,
+    mixed_qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    *,
+    scale: float | None = None,
+    l2norm: bool = True,
+    allow_neg_eigval: bool = False,
+    layer: int = 0,
+    head_offset: int = 0,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """``gdn_decode`` of what the layer's convolution and projections leave.
+
+    mixed_qkv [b, 2 HK K + HV V] (q, then k, then v), raw gates a and b [b, HV], A_log and dt_bias
+    [HV]; g and beta are made in fp32 (``kernels.gdn.reference.gates``). Returns y [b, HV, V].
+    """
+    module = _triton("gdn", mixed_qkv, impl)
+    options = {"scale": scale, "l2norm": l2norm, "layer": layer, "head_offset": head_offset}
+    if module is not None:
+        raw = (mixed_qkv, a, b, A_log, dt_bias)
+        options["allow_neg_eigval"] = allow_neg_eigval
+        return module.decode_packed(views, config, rows, *raw, **options)
+    q, k, v = gdn_reference.split_packed(views, mixed_qkv)
+    g, beta = gdn_reference.gates(a, b, A_log, dt_bias, allow_neg_eigval=allow_neg_eigval)
+    return gdn_reference.decode_step(views, config, rows, q, k, v, g, beta, **options)
+
+
+@operator(like("x"))
 def mamba2_verify(
     views: StateViews,
     config: StateConfig,
@@ -156,6 +199,7 @@ def mamba2_verify(
     return step(views, config, rows, x, dt, A, B, C, **options, **where)
 
 
+@operator(like("v"))
 def gdn_verify(
     views: StateViews,
     config: StateConfig,
@@ -179,6 +223,41 @@ def gdn_verify(
     return step(views, config, rows, q, k, v, g, beta, scale=scale, l2norm=l2norm, **where)
 
 
+@operator(unpacked)
+def gdn_verify_packed(
+    views: StateViews,
+    config: StateConfig,
+    rows: VerifyRows,
+    mixed_qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    *,
+    scale: float | None = None,
+    l2norm: bool = True,
+    allow_neg_eigval: bool = False,
+    layer: int = 0,
+    head_offset: int = 0,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """``gdn_verify`` of what the layer's convolution and projections leave.
+
+    mixed_qkv [b, T, 2 HK K + HV V], a and b [b, T, HV], the others as in ``gdn_decode_packed``.
+    Returns y [b, T, HV, V].
+    """
+    module = _triton("gdn", mixed_qkv, impl, "verify")
+    options = {"scale": scale, "l2norm": l2norm, "layer": layer, "head_offset": head_offset}
+    if module is not None:
+        raw = (mixed_qkv, a, b, A_log, dt_bias)
+        options["allow_neg_eigval"] = allow_neg_eigval
+        return module.verify_packed(views, config, rows, *raw, **options)
+    q, k, v = gdn_reference.split_packed(views, mixed_qkv)
+    g, beta = gdn_reference.gates(a, b, A_log, dt_bias, allow_neg_eigval=allow_neg_eigval)
+    return gdn_verify_reference.verify_step(views, config, rows, q, k, v, g, beta, **options)
+
+
+@operator(states, changes=False)
 def gdn_load(
     views: StateViews, config: StateConfig, rows: StepRows, *, impl: str | None = None
 ) -> torch.Tensor:
@@ -188,6 +267,7 @@ def gdn_load(
     return load(views, config, rows)
 
 
+@operator(nothing)
 def compact(
     views: StateViews, rows: VerifyRows, path: torch.Tensor, *, impl: str | None = None
 ) -> None:
@@ -199,6 +279,7 @@ def compact(
     (compact_reference if module is None else module.compact)(views, rows, path)
 
 
+@operator(nothing)
 def store_state(
     views: StateViews,
     config: StateConfig,

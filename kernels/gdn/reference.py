@@ -50,6 +50,28 @@ def gates(
     return g, beta * 2.0 if allow_neg_eigval else beta
 
 
+def split_packed(
+    views: StateViews, mixed_qkv: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q and k [..., HK, K], v [..., HV, V] as slices of mixed_qkv [..., 2 HK K + HV V].
+
+    Raises ValueError for another width, and for a layer whose gate has a column a key channel.
+    """
+    if views.ring_k is None or views.ring_v is None or views.ring_g is None:
+        raise ValueError("these views belong to a Mamba-2 layer; use mamba2_decode")
+    hk, n = views.ring_k.shape[2:]
+    hv, width = views.ring_v.shape[2:]
+    if views.ring_g.shape[3] != 1:
+        raise ValueError("a gate for each key channel has no packed form; give q, k, v, g and beta")
+    if mixed_qkv.shape[-1] != 2 * hk * n + hv * width:
+        raise ValueError(
+            f"mixed_qkv has shape {tuple(mixed_qkv.shape)}; the last must be "
+            f"{2 * hk * n + hv * width}"
+        )
+    q, k, v = mixed_qkv.split((hk * n, hk * n, hv * width), -1)
+    return q.unflatten(-1, (hk, n)), k.unflatten(-1, (hk, n)), v.unflatten(-1, (hv, width))
+
+
 def inverse_norm(x: torch.Tensor, eps: float = NORM_EPS) -> torch.Tensor:
     """1 / sqrt(|x|^2 + eps) over the last axis."""
     return torch.rsqrt((x * x).sum(-1) + eps)

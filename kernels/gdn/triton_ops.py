@@ -8,9 +8,7 @@ step. For fewer than twelve sequences one launch does it all (``step``).
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
@@ -35,7 +33,7 @@ from ..common.store import check_state_size, launch_warps, plane_arguments, roun
 from .decode import readout_kernel
 from .flush import flush_kernel, load_kernel
 from .prepare import keys_kernel, prepare_kernel, window_base, window_kernel
-from .reference import NORM_EPS, check_inputs
+from .reference import NORM_EPS, check_inputs, split_packed
 from .step import step_kernel
 
 
@@ -125,8 +123,7 @@ def _check_layer(views: StateViews, config: StateConfig, rows: StepRows) -> None
     """Raise TypeError or ValueError for a layer or rows that no kernel takes."""
     if views.ring_k is None or views.ring_v is None or views.ring_g is None:
         raise ValueError("these views belong to a Mamba-2 layer; use mamba2_decode")
-    if not torch.compiler.is_compiling():
-        check_gpu(views.ckpt.device)
+    check_gpu(views.ckpt.device)
     check_state_size(views.ring_v.shape[3], views.ring_k.shape[3])
     if views.ring_g.shape[3] not in (1, views.ring_k.shape[3]):
         raise ValueError(
@@ -154,8 +151,6 @@ def _in_words(*tensors: torch.Tensor) -> bool:
     )
 
 
-# torch.compile takes no graph whose inputs change and share a storage, as the planes of a page do
-@torch.compiler.disable
 def _run(
     out: torch.Tensor,
     views: StateViews,
@@ -314,73 +309,6 @@ def _run(
         fold_rows()
 
 
-_PLANES = ("ckpt", "ckpt_low", "ckpt_scale", "ckpt_tile_scale")
-_COPY = ("copy", "copy_scale", "copy_tile_scale")
-
-
-@lru_cache(maxsize=64)
-def _config_of(settings: str) -> StateConfig:
-    return StateConfig.from_dict(json.loads(settings))
-
-
-@torch.library.custom_op(
-    "replayssm_quant::gdn_decode", mutates_args=("out", *_PLANES, *_COPY, *_RING)
-)
-def _decode_op(
-    out: torch.Tensor,
-    ckpt: torch.Tensor,
-    ckpt_low: torch.Tensor | None,
-    ckpt_scale: torch.Tensor | None,
-    ckpt_tile_scale: torch.Tensor | None,
-    copy: torch.Tensor | None,
-    copy_scale: torch.Tensor | None,
-    copy_tile_scale: torch.Tensor | None,
-    ring_k: torch.Tensor,
-    ring_v: torch.Tensor,
-    ring_g: torch.Tensor,
-    ring_beta: torch.Tensor,
-    ring_rk: torch.Tensor,
-    slots: torch.Tensor,
-    valid: torch.Tensor,
-    flush: torch.Tensor,
-    position: torch.Tensor,
-    key: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    settings: str,
-    scale: float,
-    l2norm: bool,
-    negative: bool,
-    layer: int,
-    head_offset: int,
-) -> None:
-    """One step as a single operator, for callers whose planes have a storage each.
-
-    copy None means that the copy is part of the checkpoint.
-    """
-    if copy is None:
-        copy, copy_scale, copy_tile_scale = ckpt, ckpt_scale, ckpt_tile_scale
-    views = StateViews(
-        ckpt, ckpt_low, ckpt_scale, ckpt_tile_scale, copy, copy_scale, copy_tile_scale,
-        ring_k=ring_k, ring_v=ring_v, ring_g=ring_g, ring_beta=ring_beta, ring_rk=ring_rk,
-    )  # fmt: skip
-    rows = StepRows(slots, valid, flush, position, key)
-    _run(
-        out, views, _config_of(settings), rows, q, k, v, g, beta, A_log, dt_bias, scale, l2norm,
-        negative, layer, head_offset,
-    )  # fmt: skip
-
-
-@_decode_op.register_fake
-def _(*args: object, **kwargs: object) -> None:
-    return None
-
-
 def _step(
     out: torch.Tensor | None,
     views: StateViews,
@@ -476,12 +404,11 @@ def decode_packed(
     made in fp32. Everything else as ``decode_step``.
     """
     _check_layer(views, config, rows)
-    hk, hv, n, width, _ = _sizes(views).values()
-    batch = rows.slots.shape[0]
-    if views.ring_g.shape[3] != 1:
-        raise ValueError("a gate for each key channel has no packed form; use decode_step")
+    batch, hv = rows.slots.shape[0], views.ring_v.shape[2]
+    mixed_qkv = _row_strided("mixed_qkv", mixed_qkv, views.ckpt.device)
+    q, k, v = split_packed(views, mixed_qkv)
     wanted = {
-        "mixed_qkv": (mixed_qkv, (batch, 2 * hk * n + hv * width)),
+        "mixed_qkv": (mixed_qkv, (batch, mixed_qkv.shape[-1])),
         "a": (a, (batch, hv)),
         "b": (b, (batch, hv)),
         "A_log": (A_log, (hv,)),
@@ -490,9 +417,7 @@ def decode_packed(
     for name, (t, shape) in wanted.items():
         if tuple(t.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(t.shape)}; rows and layer need {shape}")
-    mixed_qkv = _row_strided("mixed_qkv", mixed_qkv, views.ckpt.device)
-    q, k, v = mixed_qkv.split((hk * n, hk * n, hv * width), 1)
-    inputs = (q.unflatten(1, (hk, n)), k.unflatten(1, (hk, n)), v.unflatten(1, (hv, width)), a, b)
+    inputs = (q, k, v, a, b)
     weights = (A_log.contiguous(), dt_bias.contiguous())
     return _step(
         out, views, config, rows, inputs, weights, scale, l2norm, allow_neg_eigval, layer,

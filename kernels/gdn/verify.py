@@ -74,7 +74,7 @@ from ..common.verify_matrix import (
 )
 from .flush import flush_run
 from .prepare import window_base, window_head
-from .reference import NORM_EPS
+from .reference import NORM_EPS, split_packed
 from .triton_ops import _ring_arguments, _sizes, decode_packed, decode_step
 from .triton_ops import _run as step
 from .triton_ops import launch_for as step_launch
@@ -919,18 +919,10 @@ def verify_packed(
 
     mixed_qkv [b, T, 2 HK K + HV V], raw gates a, b [b, T, HV], A_log, dt_bias [HV].
     """
-    size = _sizes(views)
-    hk, hv, n, values = (size[s] for s in ("HK", "HV", "K", "V"))
-    packed = 2 * hk * n + hv * values
-    if mixed_qkv.ndim != 3 or mixed_qkv.shape[2] != packed:
-        raise ValueError(f"mixed_qkv has shape {tuple(mixed_qkv.shape)}; the last must be {packed}")
+    q, k, v = split_packed(views, mixed_qkv)
+    hv = v.shape[-2]
     if A_log.shape != (hv,) or dt_bias.shape != (hv,):
         raise ValueError(f"A_log {tuple(A_log.shape)}, dt_bias {tuple(dt_bias.shape)}: need {hv}")
-    assert views.ring_g is not None
-    if views.ring_g.shape[3] != 1:
-        raise ValueError("a gate for each key channel has no packed form; use verify_step")
-    q, k, v = mixed_qkv.split((hk * n, hk * n, hv * values), 2)
-    q, k, v = q.unflatten(2, (hk, n)), k.unflatten(2, (hk, n)), v.unflatten(2, (hv, values))
     check_verify(views, rows, q, k, v, a, b)
     named = {"mixed_qkv": mixed_qkv, "a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias}
     check_devices(views.ckpt.device, rows, {**named, "out": out}, q.shape[1])

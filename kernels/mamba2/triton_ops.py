@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
@@ -140,8 +138,7 @@ def decode_step(
     groups, n = B.shape[1:]
     check_state_size(p, n)
     device = views.ckpt.device
-    if not torch.compiler.is_compiling():
-        check_gpu(device)
+    check_gpu(device)
     check_rows(rows, device)
     check_views(views, views.ring_x, config)  # type: ignore[arg-type]
     per_head, per_row = ((heads,),), ((batch, heads, p),)
@@ -168,8 +165,6 @@ def decode_step(
     return y
 
 
-# torch.compile takes no graph whose inputs change and share a storage, as the planes of a page do
-@torch.compiler.disable
 def _run(
     y: torch.Tensor,
     views: StateViews,
@@ -291,71 +286,6 @@ def _run(
         rejoin(device)
     else:
         fold()
-
-
-_PLANES = ("ckpt", "ckpt_low", "ckpt_scale", "ckpt_tile_scale")
-_COPY = ("copy", "copy_scale", "copy_tile_scale")
-_RING = ("ring_x", "ring_dt", "ring_B")
-
-
-@lru_cache(maxsize=64)
-def _config_of(settings: str) -> StateConfig:
-    return StateConfig.from_dict(json.loads(settings))
-
-
-@torch.library.custom_op(
-    "replayssm_quant::mamba2_decode", mutates_args=("y", *_PLANES, *_COPY, *_RING)
-)
-def _decode_op(
-    y: torch.Tensor,
-    ckpt: torch.Tensor,
-    ckpt_low: torch.Tensor | None,
-    ckpt_scale: torch.Tensor | None,
-    ckpt_tile_scale: torch.Tensor | None,
-    copy: torch.Tensor | None,
-    copy_scale: torch.Tensor | None,
-    copy_tile_scale: torch.Tensor | None,
-    ring_x: torch.Tensor,
-    ring_dt: torch.Tensor,
-    ring_B: torch.Tensor,
-    slots: torch.Tensor,
-    valid: torch.Tensor,
-    flush: torch.Tensor,
-    position: torch.Tensor,
-    key: torch.Tensor,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    z: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    settings: str,
-    dt_softplus: bool,
-    layer: int,
-    head_offset: int,
-) -> None:
-    """One step as a single operator, for callers whose planes have a storage each.
-
-    copy None means that the copy is part of the checkpoint.
-    """
-    if copy is None:
-        copy, copy_scale, copy_tile_scale = ckpt, ckpt_scale, ckpt_tile_scale
-    views = StateViews(
-        ckpt, ckpt_low, ckpt_scale, ckpt_tile_scale, copy, copy_scale, copy_tile_scale,
-        ring_x=ring_x, ring_dt=ring_dt, ring_B=ring_B,
-    )  # fmt: skip
-    rows = StepRows(slots, valid, flush, position, key)
-    _run(
-        y, views, _config_of(settings), rows, x, dt, A, B, C, D, z, dt_bias, dt_softplus, layer,
-        head_offset,
-    )  # fmt: skip
-
-
-@_decode_op.register_fake
-def _(*args: object, **kwargs: object) -> None:
-    return None
 
 
 def _rows(t: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 from dataclasses import dataclass
 
 import pytest
@@ -166,11 +165,6 @@ class GdnCase:
         inputs = {name: t[rows] for name, t in self.inputs.items()}
         kinds = "".join(self.kinds[i] for i in order)
         return self.twin(rows=self.rows.take(rows), inputs=inputs, kinds=kinds)
-
-    @property
-    def settings(self) -> str:
-        """The config as the operator takes it."""
-        return json.dumps(self.config.to_dict())
 
     def step(self, impl: str = "triton", **overrides: object) -> torch.Tensor:
         """Call the public op; ``overrides`` replace inputs."""

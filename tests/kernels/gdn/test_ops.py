@@ -311,19 +311,20 @@ def test_equals_flash_linear_attention_in_fp32(gdn_case):
 # --- engine ---------------------------------------------------------------------------------------
 
 
-def test_the_operator_says_exactly_what_it_changes(gdn_case):
-    case = gdn_case(LayerGeometry("gdn", 1, 16, 16, 1), StateConfig.from_flags("fp16", "nvfp4",
-                    buffer_len=2), "fr")  # fmt: skip
-    v, r, i = case.views, case.rows, case.inputs
-    out = torch.empty_like(i["v"])
-    args = (
-        out, *(getattr(v, n) for n in triton_ops._PLANES + triton_ops._COPY + triton_ops._RING),
-        r.slots, r.valid, r.flush, r.position, r.key, i["q"], i["k"], i["v"], i["g"], i["beta"],
-        None, None, case.settings, 16**-0.5, True, False, 0, 0,
-    )  # fmt: skip
-    torch.library.opcheck(
-        triton_ops._decode_op, args, test_utils=("test_schema", "test_faketensor")
-    )
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_operator_says_exactly_what_it_changes(gdn_case, packed):
+    """By torch's own checks, with the kernels behind it; ``test_operators`` has the references."""
+    config = StateConfig.from_flags("fp16", "nvfp4", buffer_len=2)
+    case = gdn_case(LayerGeometry("gdn", 1, 16, 16, 1), config, "fr")
+    i, inputs, op = case.inputs, case.inputs, torch.ops.replayssm_quant.gdn_decode
+    if packed:
+        mixed = torch.cat([i[name].flatten(1) for name in ("q", "k", "v")], 1)
+        weights = {"A_log": i["g"][0].clone(), "dt_bias": i["g"][1].clone()}
+        inputs = {"mixed_qkv": mixed, "a": i["g"], "b": i["beta"], **weights}
+        op = torch.ops.replayssm_quant.gdn_decode_packed
+    given = {"pages": case.pages, "layout": case.layout.text, "config": config.text}
+    given |= {**vars(case.rows), **inputs, "impl": "triton"}
+    torch.library.opcheck(op.default, (), given, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_a_batch_of_nothing(gdn_case):
@@ -449,8 +450,8 @@ def test_slots_beyond_two_to_the_31(gdn_case):
 def test_compiled_models_call_the_operator(gdn_case):
     case = gdn_case(LayerGeometry("gdn", 4, 64, 64, 2), FP32, "frp", torch.bfloat16)
     ours, eager = case.twin(), case.twin()
-    step = torch.compile(lambda q, k, v, g, beta: 2.0 * triton_ops.decode_step(
-        ours.views, FP32, case.rows, q, k, v, g, beta, layer=2), fullgraph=False)  # fmt: skip
+    step = torch.compile(lambda q, k, v, g, beta: 2.0 * ops.gdn_decode(
+        ours.views, FP32, case.rows, q, k, v, g, beta, layer=2), fullgraph=True)  # fmt: skip
     assert torch.equal(step(*case.inputs.values()), 2.0 * eager.step())
     assert torch.equal(ours.buffer, eager.buffer)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 
 import pytest
 import torch
@@ -414,22 +413,12 @@ def test_an_empty_batch_is_no_work(mamba2_case) -> None:
 
 @pytest.mark.parametrize("copy", ["nvfp4", "same"])
 def test_the_operator_says_exactly_what_it_changes(mamba2_case, copy: str) -> None:
-    from replayssm_quant.kernels.mamba2 import triton_ops
-
-    config = flags("fp16", copy, buffer_len=2)
-    case = mamba2_case(geometry(1, 16, 16, 1), config, 2)
-    v, r, i = case.views, case.rows, case.inputs
-    copies = [getattr(v, name) if config.has_copy else None for name in triton_ops._COPY]
-    args = (
-        torch.empty_like(i["x"]), *(getattr(v, name) for name in triton_ops._PLANES), *copies,
-        *(getattr(v, name) for name in triton_ops._RING),
-        r.slots, r.valid, r.flush, r.position, r.key,
-        *(i[name] for name in ("x", "dt", "A", "B", "C", "D", "z", "dt_bias")),
-        json.dumps(config.to_dict()), True, 0, 0,
-    )  # fmt: skip
-    torch.library.opcheck(
-        triton_ops._decode_op, args, test_utils=("test_schema", "test_faketensor")
-    )
+    """By torch's own checks, with the kernels behind it; ``test_operators`` has the references."""
+    case = mamba2_case(geometry(1, 16, 16, 1), flags("fp16", copy, buffer_len=2), 2)
+    given = {"pages": case.pages, "layout": case.layout.text, "config": case.config.text}
+    given |= {**vars(case.rows), **case.inputs, "dt_softplus": True, "impl": "triton"}
+    op = torch.ops.replayssm_quant.mamba2_decode.default
+    torch.library.opcheck(op, (), given, test_utils=("test_schema", "test_faketensor"))
 
 
 # --- on a GPU: full sizes, bf16, graphs -----------------------------------------------------------
@@ -524,14 +513,52 @@ def test_a_graph_replays_with_new_data(name: str, mamba2_case) -> None:
         assert torch.equal(eager.buffer, captured.buffer)
 
 
-@GPU
-def test_torch_compile_keeps_the_step(mamba2_case) -> None:
-    case = mamba2_case(geometry(8, 64, 128, 1), FULL_FORMATS["nvfp4+fp16"], 5, dtype=torch.bfloat16)
+def _compiled_step(case, backend: str) -> None:
+    """A compiled function without a graph break around the step: output and pages of the eager one,
+    whose views it makes inside."""
     compiled, eager = case.twin(), case.twin()
 
     def step(x: torch.Tensor) -> torch.Tensor:
         return compiled.step(x=x * 1.0) + 1.0
 
-    got = torch.compile(step, fullgraph=False)(case.inputs["x"])
+    got = torch.compile(step, fullgraph=True, backend=backend)(case.inputs["x"])
     assert torch.equal(got, eager.step() + 1.0)
     assert torch.equal(compiled.buffer, eager.buffer)
+
+
+def test_a_compiled_function_calls_the_kernels(mamba2_case) -> None:
+    _compiled_step(mamba2_case(geometry(1, 16, 16, 1), flags("fp16", "nvfp4"), 2), "aot_eager")
+
+
+@GPU
+def test_torch_compile_keeps_the_step(mamba2_case) -> None:
+    shape = geometry(8, 64, 128, 1)
+    case = mamba2_case(shape, FULL_FORMATS["nvfp4+fp16"], 5, dtype=torch.bfloat16)
+    _compiled_step(case, "inductor")
+
+
+@GPU
+def test_a_graph_of_compiled_code_replays_with_new_data(mamba2_case) -> None:
+    config = FULL_FORMATS["nvfp4+fp16"]
+    case = mamba2_case(geometry(8, 64, 128, 1), config, 9, dtype=torch.bfloat16)
+    other = mamba2_case(geometry(8, 64, 128, 1), config, 9, dtype=torch.bfloat16, seed=5)
+    captured, x = case.twin(), case.inputs["x"].clone()
+    views = captured.views
+
+    def run(views, x: torch.Tensor) -> torch.Tensor:
+        more = {k: v for k, v in case.inputs.items() if k != "x"}
+        return ops.mamba2_decode(views, config, case.rows, x * 1.0, **more, dt_softplus=True) + 1.0
+
+    step = torch.compile(run, fullgraph=True)
+    step(case.twin().views, x)  # compile before the capture
+    step(views, x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(views, x)
+    for source in (case, other):
+        captured.buffer.copy_(case.buffer)
+        x.copy_(source.inputs["x"])
+        graph.replay()
+        eager = case.twin()
+        assert torch.equal(run(eager.views, x), out)
+        assert torch.equal(eager.buffer, captured.buffer)
