@@ -68,8 +68,7 @@ def _pages(views: StateViews) -> torch.Tensor:
 def operator(
     result: Callable[[Given], torch.Tensor | None], *, changes: bool = True
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Register a function of (views, ..., rows, ...) as an operator, and call that where torch
-    traces: under torch.compile and torch.export.
+    """Register a function of (views, ..., rows, ...) as an operator, which compiled code calls.
 
     result: an empty tensor like the one that the function returns, from the operator's arguments.
     changes: whether the function writes to the pages.
@@ -135,7 +134,8 @@ def operator(
                     flat |= {field: getattr(value, field) for field in fields}
                 else:
                     flat[name] = value
-            return registered(**flat)
+            with torch.no_grad():  # there is no backward
+                return registered(**flat)
 
         return call
 

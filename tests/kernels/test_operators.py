@@ -303,6 +303,22 @@ def test_compiled_code_stores_verifies_and_loads(family: str) -> None:
     assert torch.equal(ours, exact) and not torch.equal(ours, calls["verify"].pages)
 
 
+def test_compiled_code_runs_beside_weights_that_want_gradients() -> None:
+    """Outside of no_grad too; what a step gives has no gradient."""
+    call = call_of("mamba2_decode")
+    names = ("A", "D", "dt_bias")
+    weights = {name: torch.nn.Parameter(call.inputs[name]) for name in names}
+    ours = call.layout.views(call.pages.clone())
+    step = torch.compile(
+        lambda x: ops.mamba2_decode(ours, CONFIG, call.rows, **{**call.inputs, **weights, "x": x}),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    y = step(call.inputs["x"])
+    assert torch.equal(y, call.eager()) and not y.requires_grad
+    assert torch.equal(ours.pages, call.pages)
+
+
 def test_compiled_code_refuses_views_without_pages() -> None:
     call = call_of("mamba2_decode")
     views = dataclasses.replace(call.layout.views(call.pages), pages=None)
