@@ -11,8 +11,8 @@ import torch
 
 from replayssm_quant import ops
 from replayssm_quant.config import StateConfig
-from replayssm_quant.formats.codec import Encoded, decode, encode
-from replayssm_quant.formats.packing import from_page, unpack_nibbles
+from replayssm_quant.formats.codec import encode
+from replayssm_quant.formats.packing import from_page, to_page, unpack_nibbles
 from replayssm_quant.formats.philox import request_key
 from replayssm_quant.formats.spec import ELEMENTS
 from replayssm_quant.kernels.mamba2 import reference
@@ -20,7 +20,6 @@ from replayssm_quant.state.cache import (
     PAD_SLOT,
     StepRows,
     read_checkpoint,
-    read_copy,
     write_state,
 )
 from replayssm_quant.state.geometry import LayerGeometry
@@ -244,19 +243,47 @@ def same_scales(
     return equal.repeat_interleave(shape[-1] // equal.shape[-1], -1)
 
 
-def remade_copy(case: Mamba2Case, slots: torch.Tensor) -> torch.Tensor:
-    """The copy that the stored checkpoint asks for, decoded: it is a function of the checkpoint."""
-    config, checkpoint = case.config, read_checkpoint(case.views, case.config, slots)
-    if config.output is not None:
-        return decode(encode(checkpoint, config.output), config.output)
-    views = case.views
-    enc = Encoded(
-        from_page(views.ckpt[slots]),
-        None,
-        None if views.ckpt_scale is None else views.ckpt_scale[slots],
-        None if views.ckpt_tile_scale is None else views.ckpt_tile_scale[slots],
-    )
-    return decode(enc, config.update, high_only=True)
+def check_copy(views: StateViews, config: StateConfig, slots: torch.Tensor) -> None:
+    """The stored copy has the bytes that its checkpoint asks for; an alias has them anyway."""
+    if config.output is None:
+        return
+    enc = encode(read_checkpoint(views, config, slots), config.output)
+    parts = {"copy": to_page(enc.codes), "copy_scale": enc.scale, "copy_tile_scale": enc.tile_scale}
+    for name, want in parts.items():
+        if want is not None:
+            got = getattr(views, name)[slots].contiguous().view(torch.uint8)
+            assert torch.equal(got, want.contiguous().view(torch.uint8)), name
+
+
+def check_stored(
+    ours: StateViews,
+    exact: StateViews,
+    config: StateConfig,
+    slots: torch.Tensor,
+    *,
+    flips: float,
+    state: float,
+    slack: float = 1e-6,
+) -> None:
+    """Compare what a flush left in the slots with what the float64 fold left, same random bits.
+
+    Checkpoint codes by the share of elements that differ (``flips``), each by one rounding step,
+    both planes together; their values by relative RMS (``state``); the copy byte by byte with the
+    checkpoint that the kernel itself wrote. slack: in units of a row's RMS, what an element may
+    differ by whatever its step is: a float next to zero has steps below the error of fp32 sums.
+    """
+    stored, expected = (read_checkpoint(v, config, slots) for v in (ours, exact))
+    if config.update.rounds:
+        a, b = (integer_codes(v, config, slots) for v in (ours, exact))
+        same = same_scales(ours, exact, config, slots, a.shape)
+        assert int((~same).sum()) <= max(64, 1e-3 * a.numel())
+        assert int(((a != b) & same).sum()) <= max(2, flips * a.numel())
+        least = slack * expected.square().mean(-1, keepdim=True).sqrt()
+        close = ((a - b).abs() <= 1) | ((stored - expected).abs() <= least)
+        assert (close | ~same).all()
+    assert torch.isfinite(stored).all()
+    assert relative_rms(stored, expected) <= state
+    check_copy(ours, config, slots)
 
 
 @dataclass(frozen=True)
@@ -285,21 +312,9 @@ def check_step(case: Mamba2Case, bounds: Bounds) -> None:
 
     flushed = case.flushed
     if flushed.numel():
-        stored = read_checkpoint(ours.views, case.config, flushed)
-        expected = read_checkpoint(exact.views, case.config, flushed)
-        if case.config.update.rounds:
-            a = integer_codes(ours.views, case.config, flushed)
-            b = integer_codes(exact.views, case.config, flushed)
-            same = same_scales(ours.views, exact.views, case.config, flushed, a.shape)
-            assert int((~same).sum()) <= max(64, 1e-3 * a.numel())
-            assert int(((a != b) & same).sum()) <= max(2, bounds.flips * a.numel())
-            # a float next to zero has steps below the error of fp32 sums
-            slack = 1e-6 * expected.square().mean(-1, keepdim=True).sqrt()
-            close = ((a - b).abs() <= 1) | ((stored - expected).abs() <= slack)
-            assert (close | ~same).all()
-        assert torch.isfinite(stored).all()
-        assert relative_rms(stored, expected) <= bounds.state
-        assert torch.equal(read_copy(ours.views, case.config, flushed), remade_copy(ours, flushed))
+        check_stored(
+            ours.views, exact.views, case.config, flushed, flips=bounds.flips, state=bounds.state
+        )
 
     kept, at = case.kept
     for name in ("ring_x", "ring_B", "ring_dt"):
@@ -335,6 +350,11 @@ def bounds() -> type[Bounds]:
 @pytest.fixture
 def step_check():
     return check_step
+
+
+@pytest.fixture
+def stored_check():
+    return check_stored
 
 
 @pytest.fixture
