@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from replayssm_quant.formats.rotation import unrotate
+from replayssm_quant.formats.spec import ELEMENTS
 from replayssm_quant.kernels.gdn import verify_reference as gdn
 from replayssm_quant.kernels.mamba2 import verify_reference as mamba2
 from replayssm_quant.state.cache import (
@@ -20,8 +21,14 @@ from replayssm_quant.state.cache import (
     read_copy,
     tree_ancestors,
 )
+from replayssm_quant.state.geometry import LayerGeometry
 
 DRAFT = 50_000_000  # inputs of rejected tokens: another request's, so no accident makes them fit
+
+
+def rel(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Relative L2 distance of a from b; the floor keeps 0 against 0 at 0."""
+    return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
 
 
 # GDN's ring keeps 1 / |k| in fp32, and the recurrence beside it is float64 throughout
@@ -130,32 +137,169 @@ def poisoned(lab, config, slots=3, drafts=1, **kw) -> StatePool:
     return pool
 
 
-@pytest.mark.parametrize("width", [2, 3])
-def test_every_pattern_of_accepted_counts(lab, width):
-    """Three steps, every count and every accepted number in each of them, with L = 2."""
-    one = [(c, a) for c in range(1, width + 1) for a in range(c + 1)]
-    if width == 3:  # full counts only: 4 ** 3 patterns
-        one = [(3, a) for a in range(4)]
-    patterns = list(itertools.product(one, repeat=3))
-    config = lab.config("fp32", buffer_len=2)
-    pool = poisoned(lab, config, len(patterns), width - 1)
-    run = Unrounded(lab, pool, list(range(len(patterns))))
-    for step in range(3):
-        counts, keeps = zip(*(p[step] for p in patterns), strict=True)
-        run.step(list(counts), list(keeps), width)
-    run.step([1] * len(patterns), [1] * len(patterns), width)  # what the last commit left
-    assert run.worst < ARITHMETIC[lab.kind]
-    assert run.error < 1e-6  # the checkpoint itself is fp32
-    assert torch.equal(pool.position[run.slots], torch.tensor(
-        [5 + sum(a for _, a in p) for p in patterns], dtype=torch.int32
-    ))  # fmt: skip
-
-
 FORMATS = [
     ("fp32", None), ("fp32", "fp32"), ("fp16", "nvfp4"), ("e4m3", "nvfp4"), ("e4m3", "same"),
     ("int8", "same"), ("int8/b32/fp16", "int4"), ("bf16", "mxfp4"), ("fp16", "e4m3"),
     ("e5m2", "same"), ("P4+4", None), ("P4+8", None), ("P8+4", None),
 ]  # fmt: skip
+
+
+PATTERNS = LayerGeometry("", 2, 2, 32, 1)
+
+
+def every_pattern(width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(counts, kept), int32 [rows, 3]: every pattern of accepted tokens over three windows.
+
+    T up to 2: with every count, 0 included. Beyond, every second row has random counts.
+    """
+    if width < 3:
+        one = [(c, a) for c in range(width + 1) for a in range(c + 1)]
+        both = torch.tensor(list(itertools.product(one, repeat=3)), dtype=torch.int32)
+        return both[..., 0], both[..., 1]
+    kept = torch.tensor(list(itertools.product(range(width + 1), repeat=3)), dtype=torch.int32)
+    spare = torch.rand(kept.shape, generator=torch.Generator().manual_seed(width))
+    counts = kept + (spare * (width + 1 - kept)).int()
+    counts[::2] = width
+    return counts, kept
+
+
+class Rows(Speculation):
+    """All rows at once, beside three recurrences in float64 over the accepted tokens.
+
+    ``exact`` starts again from what each flush stored, ``seen`` from the copy; ``true`` never
+    does, so it tells what rounding costs.
+    """
+
+    def __init__(self, lab, pool: StatePool, count: int):
+        super().__init__(lab, pool, [0] * count)
+        self.gen = torch.Generator().manual_seed(count)
+        g = lab.geometry
+        state = torch.randn(count, g.heads, g.rows, g.n, generator=self.gen)
+        pool.start(self.slots, torch.arange(count) * 7919, torch.full((count,), 5))
+        pool.write(0, self.slots, state)
+        self.true = state.double()
+        self.exact, self.seen = self._decode(self.slots), self._copy(self.slots)
+        self.flushes = torch.zeros(count)
+
+    def _plain(self, state):
+        state = state.double()
+        return unrotate(state) if self.pool.configs[0].rotate else state
+
+    def _decode(self, slots):
+        return self._plain(super()._decode(slots))
+
+    def _copy(self, slots):
+        return self._plain(super()._copy(slots))
+
+    def random_inputs(self, counts: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:
+        """As ``Lab.inputs`` has them, for all rows at once; NaN beyond a row's count."""
+        g, b = self.lab.geometry, len(counts)
+
+        def n(*shape):
+            return torch.randn(b, width, *shape, generator=self.gen)
+
+        def u():
+            return torch.rand(b, width, g.heads, generator=self.gen)
+
+        if self.lab.kind == "mamba2":
+            out = (n(g.heads, g.rows), u(), n(g.groups, g.n), n(g.groups, g.n))
+        else:
+            keys = n(g.groups, g.n) + 0.3
+            out = (n(g.groups, g.n), keys, n(g.heads, g.rows), -self.lab.decay * u(), u())
+        beyond = torch.arange(width) >= counts[:, None]
+        for t in out:
+            t[beyond] = float("nan")
+        return out
+
+    def window(self, counts: torch.Tensor, kept: torch.Tensor, width: int) -> dict[str, float]:
+        """A step and its commit. Relative RMS of y from ``seen`` and ``true``, and of the state
+        that the committed tokens leave from ``exact`` and ``true``."""
+        pool, inside = self.pool, torch.arange(width) < counts[:, None]
+        rows = pool.verify_rows(self.slots, counts)
+        inputs = self.random_inputs(counts, width)
+        y = self.call(rows, inputs)
+        assert not y[~inside].any()
+        f = rows.flush
+        if f.any():
+            self.exact[f], self.seen[f] = self._decode(self.slots[f]), self._copy(self.slots[f])
+            self.flushes += f
+        found = {}
+        for name in ("exact", "seen", "true"):
+            state, wanted = getattr(self, name), []
+            after = state
+            for t in range(width):
+                want, state = self.lab.exact(state, tuple(z[:, t] for z in inputs))
+                wanted.append(want)
+                after = torch.where((kept == t + 1)[:, None, None, None], state, after)
+            setattr(self, name, after)
+            if name != "exact" and inside.any():
+                found[f"y {name}"] = rel(y[inside], torch.stack(wanted, 1)[inside])
+        pool.advance_verify(rows)
+        pool.commit(self.slots, kept)
+        state = self.lab.load(pool, self.slots.tolist(), compute=torch.float64)
+        return found | {f"state {n}": rel(state, getattr(self, n)) for n in ("exact", "true")}
+
+
+def noise(fmt, stochastic: bool, high_only: bool = False) -> float:
+    """What storing a state costs, as relative RMS, at most.
+
+    An error within a step has variance 1 / 12 of the step's square where the nearest code is
+    taken, on average 1 / 6 where chance decides. A float's step is 2**-mantissa of its value at
+    most; that of integers belongs to the largest value of a row or block, below five times the RMS.
+    The high plane of a planar format is the nearest on its own.
+    """
+    if fmt.name == "fp32":
+        step = 2.0**-23
+    elif fmt.kind == "float":
+        step = 2.0 ** -ELEMENTS[fmt.element].mantissa
+    else:
+        step = 5.0 / fmt.max_code * (2**fmt.lo_bits if high_only and fmt.kind == "planar" else 1)
+    return step / (6 if stochastic else 12) ** 0.5
+
+
+def check_patterns(make_lab, kind: str, width: int, formats=("fp32", None), **kw) -> None:
+    """Three windows with every pattern, and a fourth which reads what the last commit left.
+
+    y and state over all rows: within ARITHMETIC of the recurrence from the stored state. From the
+    recurrence that never rounds the state is as far as its stores take it, each with an error of
+    its own, so that squares add up; a window's own inputs are exact, and decay takes the error and
+    the state alike. A first state is rotated in fp32, each sum of 32 through log2(32) + 1
+    roundings. A read takes C or q at random, so y is as far off as the copy is, whose own rounding
+    comes on top.
+    """
+    lab = make_lab(kind, dataclasses.replace(PATTERNS, kind=kind))
+    config = lab.config(*formats, buffer_len=2 if width < 3 else 3, **kw)
+    counts, kept = every_pattern(width)
+    pool = poisoned(lab, config, len(kept), 7)
+    run = Rows(lab, pool, len(kept))
+    update, own = config.update, noise(config.update, config.rounding == "sr")
+    if config.output is not None:
+        copy = noise(config.output, False)
+    else:
+        copy = noise(update, False, True) if update.kind == "planar" else 0.0
+    sums = ARITHMETIC[kind] + (6 * 2.0**-24 if config.rotate else 0.0)
+    last = torch.full_like(kept[:, :1], width)
+    for n, k in zip(torch.cat((counts, last), 1).T, torch.cat((kept, last), 1).T, strict=True):
+        found = run.window(n, k, width)
+        stores = float(1 + run.flushes.mean())
+        limits = {"y seen": ARITHMETIC[kind], "state exact": ARITHMETIC[kind]}
+        limits["state true"] = stores**0.5 * own + sums
+        limits["y true"] = (stores * own**2 + copy**2) ** 0.5 + sums
+        for name, error in found.items():
+            assert error <= limits[name], name
+    assert torch.equal(pool.position[run.slots], 5 + (kept.sum(1) + width).int())
+    assert run.flushes.max() == (3 if width > 1 else 1) and not run.flushes.min()
+
+
+@pytest.mark.parametrize("width", range(1, 9))
+def test_every_pattern_of_accepted_counts(make_lab, kind, width):
+    check_patterns(make_lab, kind, width)
+
+
+@pytest.mark.parametrize("at", range(1, len(FORMATS)), ids=lambda i: "+".join(map(str, FORMATS[i])))
+def test_every_pattern_in_every_format(make_lab, kind, at):
+    """T from 1 to 8 in turn; every second format rotated."""
+    check_patterns(make_lab, kind, 1 + at % 8, FORMATS[at], rotate=at % 2 == 1)
 
 
 @pytest.mark.parametrize("rotate", [False, True])
