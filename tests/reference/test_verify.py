@@ -432,6 +432,46 @@ def test_one_token_is_a_plain_step_bit_for_bit(lab):
     assert torch.equal(pools[0].pages[0], pools[1].pages[0])
 
 
+def test_one_token_a_row_through_two_flushes(lab, bytes_of, equal_bytes, distance):
+    """What T = 1 shares with plain decode, and what only a plain step has.
+
+    A plain step folds its own token and reads the exact state; a verify step folds committed tokens
+    alone, since its own may yet be taken back. So the L-th token of a window is read from the copy,
+    and folded by the next step: into the same bytes, as the random bits belong to the position. All
+    other outputs are plain decode's, bit for bit. A caller that knows its tokens to be accepted
+    takes plain steps, which a pool with drafts serves as any other, bit for bit.
+    """
+    length = 4
+    config = lab.config("e4m3", "nvfp4", buffer_len=length, rotate=True)
+    plain, ours, without = *(poisoned(lab, config, 2, 3) for _ in range(2)), lab.pool(config, 2)
+    run, at, owed = Speculation(lab, ours, [1], torch.float32), torch.tensor([1]), None
+    for pool in (plain, ours, without):
+        lab.start(pool, [1], [1])
+    for step in range(2 * length + 2):
+        inputs = lab.inputs([1], [step + 6])
+        rows = ours.verify_rows(at, torch.tensor([1]))
+        got = run.call(rows, tuple(t[:, None] for t in inputs))[:, 0]
+        ours.advance_verify(rows)
+        ours.commit(at, torch.tensor([1]))
+        want, taken = lab.step(plain, [1], [1])
+        assert torch.equal(want, lab.step(without, [1], [1])[0])
+        assert torch.equal(ours.position[at], plain.position[at])
+        assert bool(rows.flush) == (owed is not None)
+        if owed is not None:
+            assert equal_bytes(bytes_of(ours, [1], "c"), owed)
+        if taken.flush:
+            owed = bytes_of(plain, [1], "c")
+            assert not equal_bytes(bytes_of(ours, [1], "c"), owed)
+            assert int(ours.valid[1]) == length and int(plain.valid[1]) == 0
+            error = distance(got, want)
+            assert 0 < error < 2 * noise(config.output, False)  # as in a drift over cycles
+        else:
+            owed = None
+            assert torch.equal(got, want)
+            assert equal_bytes(bytes_of(ours, [1], "c"), bytes_of(plain, [1], "c"))
+        assert equal_bytes(bytes_of(without, [1], "c"), bytes_of(plain, [1], "c"))
+
+
 def test_plain_steps_between_windows(lab, distance):
     """A plain step after a long accepted window folds up to L + T inputs with its own token."""
     config = lab.config("fp32", buffer_len=4)
