@@ -506,6 +506,29 @@ def test_rows_do_not_depend_on_their_neighbours(lab, bytes_of, equal_bytes):
         assert equal_bytes(stored, outcomes[0][1])
 
 
+def test_the_checkpoint_never_sees_the_copy(lab, bytes_of, equal_bytes):
+    """Drafts and rollbacks over several flushes, with noise for a copy before each step."""
+    config = lab.config("fp16", "nvfp4", buffer_len=2)
+    pools = [poisoned(lab, config, 3, 3) for _ in range(2)]
+    runs = [Speculation(lab, pool, [1, 2], torch.float32) for pool in pools]
+    gen, flushes, folds = torch.Generator().manual_seed(6), 0, []
+    for counts, keeps in (((4, 3), (3, 1)), ((4, 4), (0, 4)), ((2, 4), (2, 0)), ((4, 1), (4, 1)),
+                          ((1, 4), (1, 2)), ((3, 2), (3, 2)), ((4, 4), (1, 1))):  # fmt: skip
+        copy = pools[1].views[0].copy
+        copy.copy_(torch.randint(-(2**31), 2**31, copy.shape, generator=gen).int())
+        for run in runs:
+            run.pool.commit(run.slots, run.accepted)
+        rows = pools[0].verify_rows(runs[0].slots, torch.tensor(counts))
+        flushes += rows.flush.int()
+        y, z = (run.step(list(counts), list(keeps), 4) for run in runs)
+        read = ~rows.flush & (rows.count > 0)
+        assert not torch.isclose(y[read], z[read]).all() or not read.any()  # the noise was read
+        ours, noisy = (bytes_of(p, runs[0].slots.tolist(), "ckpt") for p in pools)
+        assert equal_bytes(ours, noisy)
+        folds.append(ours["ckpt"])
+    assert flushes.min() >= 3 and not torch.equal(folds[0], folds[-1])
+
+
 def test_padding_rows(lab):
     config = lab.config("e4m3", "nvfp4", buffer_len=4)
     pool = poisoned(lab, config, 3, 3)
