@@ -14,7 +14,9 @@ pytest.importorskip("triton")
 from replayssm_quant import ops  # noqa: E402
 from replayssm_quant.config import StateConfig  # noqa: E402
 from replayssm_quant.formats.spec import ELEMENTS  # noqa: E402
+from replayssm_quant.kernels.gdn import reference as gdn_plain  # noqa: E402
 from replayssm_quant.kernels.gdn import verify_reference as gdn_exact  # noqa: E402
+from replayssm_quant.kernels.mamba2 import reference as mamba2_plain  # noqa: E402
 from replayssm_quant.kernels.mamba2 import verify_reference as mamba2_exact  # noqa: E402
 from replayssm_quant.state.cache import (  # noqa: E402
     PAD_SLOT,
@@ -114,6 +116,49 @@ class Layer:
             )  # fmt: skip
         step = gdn_exact.verify_step if exact else ops.gdn_verify
         return step(views, config, rows, *inputs, layer=3, **wide)
+
+    def decode(self, views, rows, inputs, impl: str = "triton"):
+        """y of a plain step over token 0 of the inputs, by the decode kernels."""
+        x = tuple(t[:, 0] for t in inputs)
+        if self.geometry.kind == "gdn":
+            return ops.gdn_decode(views, self.config, rows, *x, layer=3, impl=impl)
+        w = self.weights
+        return ops.mamba2_decode(
+            views, self.config, rows, x[0], x[1].float(), w["A"], x[2], x[3], z=x[4], D=w["D"],
+            dt_bias=w["dt_bias"], dt_softplus=True, layer=3, impl=impl,
+        )  # fmt: skip
+
+    def recurrence(self, state: torch.Tensor, inputs, t: int):
+        """(y, state) of token t by the plain recurrence in float64; state [b, H, R, N]."""
+        x = tuple(z[:, t].double() for z in inputs)
+        if self.geometry.kind == "gdn":
+            q, k = (z * gdn_plain.inverse_norm(z)[..., None] for z in x[:2])
+            per = self.geometry.heads_per_group
+            q, k = (z.repeat_interleave(per, 1) for z in (q * self.geometry.n**-0.5, k))
+            return gdn_plain.recurrent_step(state, q, k, x[2], x[3][..., None], x[4])
+        w = {name: v.double() for name, v in self.weights.items()}
+        dt = torch.nn.functional.softplus(x[1] + w["dt_bias"])
+        y, state = mamba2_plain.recurrent_step(state, x[0], dt, w["A"], x[2], x[3])
+        return (y + w["D"][:, None] * x[0]) * torch.nn.functional.silu(x[4]), state
+
+    def state(self) -> torch.Tensor:
+        """The committed state of all rows, rings folded in, by the float64 reference."""
+        views, rows = self.pool.views[0], self.pool.rows(self.slots)
+        if self.geometry.kind == "gdn":
+            return gdn_plain.load_state(views, self.config, rows, torch.float64)
+        A = self.weights["A"]
+        return mamba2_plain.load_state(views, self.config, rows, A, torch.float64)
+
+    def stored(self, row: int = 0) -> list[torch.Tensor]:
+        """Bytes of a row's checkpoint and copy."""
+        views = self.pool.views[0].tensors().items()
+        parts = [v[self.slots[row]] for n, v in views if not n.startswith("ring")]
+        return [t.clone().contiguous().view(torch.uint8) for t in parts]
+
+    def rings(self) -> list[torch.Tensor]:
+        """All rows' rings [b, entries, ...]."""
+        views = self.pool.views[0].tensors().items()
+        return [v[self.slots] for n, v in views if n.startswith("ring")]
 
     def fold(self, views, rows: VerifyRows) -> None:
         """The committed inputs of the rows that flush, by the float64 reference."""
@@ -351,6 +396,34 @@ def small(request: pytest.FixtureRequest) -> LayerGeometry:
     return SMALL[request.param]
 
 
+@pytest.fixture(params=["mamba2", "gdn"])
+def tiny(request: pytest.FixtureRequest) -> LayerGeometry:
+    return LayerGeometry(request.param, 1, 16, 16, 1)
+
+
+ROUNDS = {
+    "mamba2-8": (flags("P4+8", rotate=True, buffer_len=4), 8),
+    "mamba2-3": (flags("fp32", buffer_len=2), 3),
+    "gdn-5": (flags("fp16", "nvfp4", buffer_len=4), 5),
+    "gdn-2": (flags("P8+4", rotate=True, buffer_len=2), 2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROUNDS)
+def test_every_accepted_count_in_each_window(name: str, check, device: torch.device) -> None:
+    """T + 1 rows; in each of three windows each of them keeps another number, 0 to T."""
+    config, width = ROUNDS[name]
+    layer = Layer(
+        LayerGeometry(name.split("-")[0], 1, 16, 16, 1), config, device, width + 1, width - 1
+    )
+    kept = [[(i * m + s) % (width + 1) for i in range(width + 1)]
+            for m, s in ((1, 0), (1, width // 2), (width, 1))]  # fmt: skip
+    assert all(sorted(k) == list(range(width + 1)) for k in kept)
+    steps = [([layer.rng.randint(max(k, 1), width) for k in ks], ks) for ks in kept]
+    check(layer, steps, width)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_activations(small, dtype, check, device: torch.device) -> None:
@@ -444,32 +517,37 @@ def test_a_row_depends_on_nothing_beside_it(small, device: torch.device) -> None
         assert all(torch.equal(a, b) for a, b in zip(kept, outcomes[0][1], strict=True))
 
 
-def test_one_token_is_a_plain_step(small, device: torch.device) -> None:
-    """T = 1 behind committed inputs equals plain decode bit for bit, in y and in every byte."""
-    layer = started(small, device, batch=2)
-    count = torch.tensor([1, 1], device=device)
-    inputs = layer.inputs(count, 1)
-    rows = layer.pool.verify_rows(layer.slots, count)
-    assert rows.flush.tolist() == [True, False]
-    pages = [layer.pool.pages[0].clone() for _ in range(2)]
-    ours, plain = (layer.pool.layouts[0].views(p) for p in pages)
-    y = layer.call(ours, rows, inputs, False)
-    one = rows.take(torch.tensor([1], device=device)).plain()
-    x = tuple(t[1:, 0] for t in inputs)
-    if small.kind == "mamba2":
-        weights = layer.weights
-        want = ops.mamba2_decode(
-            plain, layer.config, one, x[0], x[1].float(), weights["A"], x[2], x[3], z=x[4],
-            D=weights["D"], dt_bias=weights["dt_bias"], dt_softplus=True, layer=3, impl="triton",
-        )  # fmt: skip
-    else:
-        want = ops.gdn_decode(plain, layer.config, one, *x, layer=3, impl="triton")
-    assert torch.equal(y[1, 0], want[0])
-    slot = int(layer.slots[1])
-    for name, view in ours.tensors().items():
-        other = getattr(plain, name)
-        a, b = (t[slot].contiguous().view(torch.uint8) for t in (view, other))
-        assert torch.equal(a, b), name
+def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_one_token_a_row_through_two_flushes(tiny, device: torch.device) -> None:
+    """As the reference: every bit but the last output of a window, whose fold is a step late."""
+    config = flags("e4m3", "nvfp4", buffer_len=2)
+    ours, plain = (Layer(tiny, config, device, batch=1, drafts=1) for _ in range(2))
+    one, owed = torch.ones(1, dtype=torch.int32, device=device), None
+    for _ in range(5):
+        inputs = ours.inputs(one, 1)
+        rows = ours.pool.verify_rows(ours.slots, one)
+        got = ours.call(ours.pool.views[0], rows, inputs, False)[:, 0]
+        ours.pool.advance_verify(rows)
+        ours.pool.commit(ours.slots, one)
+        taken = plain.pool.rows(plain.slots)
+        want = plain.decode(plain.pool.views[0], taken, inputs)
+        plain.pool.advance(taken)
+        assert bool(rows.flush) == (owed is not None)
+        if owed is not None:
+            assert equal(ours.stored(), owed)
+        if taken.flush:
+            owed = plain.stored()
+            assert not equal(ours.stored(), owed)
+            assert 0 < relative(got, want) < 0.3  # of a read that meets the nvfp4 copy
+        else:
+            owed, live = None, slice(0, int(taken.valid) + 1)
+            assert torch.equal(got, want)
+            assert equal(ours.stored(), plain.stored())
+            for x, y in zip(ours.rings(), plain.rings(), strict=True):
+                assert torch.equal(x[:, live], y[:, live])
 
 
 def test_a_plain_flush_of_a_full_ring(small, device: torch.device) -> None:
@@ -492,6 +570,108 @@ def test_a_plain_flush_of_a_full_ring(small, device: torch.device) -> None:
         found.append((y, read_checkpoint(views, layer.config, rows.slots)))
     assert relative(found[1][0], found[0][0]) < 1e-5
     assert relative(found[1][1], found[0][1]) < 4e-3
+
+
+def test_a_retried_flush_writes_the_same_bytes(tiny, device: torch.device) -> None:
+    """A step taken back and tried with other drafts, other T, another slot and other neighbours."""
+    split = flags("e4m3", "nvfp4", buffer_len=4)
+    config = split if tiny.kind == "mamba2" else flags("P4+8", buffer_len=4)
+    first = Layer(tiny, config, device, batch=2, drafts=7)
+    first.step([4, 1], [4, 0], 8)
+    first.pool.commit(first.slots, first.accepted)
+    saved, before = first.pool.save(first.slots), first.stored()
+    rows, *_ = first.step([8, 1], [1, 1], 8)
+    assert rows.flush.tolist() == [True, False]
+    again = Layer(tiny, config, device, batch=1, drafts=7, seed=1)
+    again.weights, again.slots = first.weights, (first.slots[:1] + 1) % 2
+    again.pool.restore(again.slots, {k: v[:1] if k != "layout" else v for k, v in saved.items()})
+    assert equal(again.stored(), before)
+    again.step([3], [0], 3)
+    assert equal(again.stored(), first.stored())
+    assert not equal(again.stored(), before)
+
+
+def test_the_checkpoint_never_sees_the_copy(device: torch.device) -> None:
+    """GDN, drafts and rollbacks over several flushes, with noise for a copy before each step."""
+    layer = Layer(LayerGeometry("gdn", 1, 16, 16, 1), flags("fp16", "nvfp4", buffer_len=1), device,
+                  batch=1, drafts=2)  # fmt: skip
+    pages, gen, seen = layer.pool.pages[0].clone(), torch.Generator().manual_seed(6), []
+    noisy = layer.pool.layouts[0].views(pages)
+    for count, keep in ((3, 2), (3, 1), (2, 0), (3, 3), (1, 0)):
+        noisy.copy.copy_(torch.randint(-(2**31), 2**31, noisy.copy.shape, generator=gen).int())
+        layer.pool.commit(layer.slots, layer.accepted)
+        counts = torch.tensor([count], device=device)
+        rows, inputs = layer.pool.verify_rows(layer.slots, counts), layer.inputs(counts, 3)
+        y, z = (layer.call(v, rows, inputs, False) for v in (layer.pool.views[0], noisy))
+        assert torch.equal(y, z) == bool(rows.flush)  # the noise was read, or a new copy
+        layer.pool.advance_verify(rows)
+        layer.accepted = torch.tensor([keep], device=device)
+        ours, other = layer.pool.views[0].ckpt[layer.slots], noisy.ckpt[layer.slots]
+        assert torch.equal(ours, other)
+        seen += [ours] if rows.flush else []
+    assert len(seen) >= 3 and not torch.equal(seen[0], seen[-1])
+
+
+@pytest.mark.slow
+def test_drift_over_64_cycles(tiny, device: torch.device) -> None:
+    """Draft and rollback beside the float64 recurrence, which never rounds: state and y.
+
+    A store takes integers of 12 bits to a neighbour: a step is 5 / 2047 of a row's RMS at most, its
+    error that over sqrt(6). Errors of stores are independent, and decay takes them and the state
+    alike, so their squares add up. A read of the high plane, 16 times as coarse and nearest, adds
+    16 * 5 / 2047 / sqrt(12), as RMS over all tokens. (A skip term and a gate scale both alike.)
+    """
+    layer = Layer(tiny, flags("P8+4", buffer_len=4), device, batch=1, drafts=2)
+    pool, stores, step = layer.pool, 1, 5 / 2047
+    gen = torch.Generator().manual_seed(11)
+    state = torch.randn(1, 1, tiny.rows, tiny.n, generator=gen).to(device).double()
+    pool.write(0, layer.slots, state.float())
+    ours, exact = [], []
+    for _ in range(64):
+        keep = layer.rng.choice((0, 1, 1, 2, 3))
+        rows = pool.verify_rows(layer.slots, torch.tensor([3], device=device))
+        inputs = layer.inputs(rows.count, 3)
+        y = layer.call(pool.views[0], rows, inputs, False)
+        stores += int(rows.flush)
+        for t in range(keep):
+            want, state = layer.recurrence(state, inputs, t)
+            ours.append(y[:, t])
+            exact.append(want)
+        pool.advance_verify(rows)
+        pool.commit(layer.slots, torch.tensor([keep], device=device))
+        error = stores**0.5 * step / 6**0.5
+        assert relative(layer.state(), state) < error
+    limit = (error**2 + (16 * step) ** 2 / 12) ** 0.5
+    assert stores > 16 and relative(torch.stack(ours), torch.stack(exact)) < limit
+
+
+def test_offsets_beyond_32_bits(tiny, device: torch.device) -> None:
+    """A slot stride of 4.4 GB: byte and word offsets of slot 3 overflow int32."""
+    layer = Layer(tiny, flags("e4m3", "nvfp4", buffer_len=2), device, batch=1, drafts=2)
+    layout, slot, stride = layer.pool.layouts[0], int(layer.slots[0]), 4_400_000_000 // 128 * 128
+    try:
+        wide = torch.empty(3 * stride + (1 << 20), dtype=torch.uint8, device=device)
+    except RuntimeError as error:  # pages are touched only where slots lie
+        pytest.skip(f"no address space for a pool that large: {error}")
+    far = wide.as_strided((4, layout.page_bytes), (stride, 1), 128)
+    count, path = torch.tensor([3], device=device), torch.tensor([[0, 2, -1]], device=device).int()
+    for flush in (False, True):
+        layer.pool.commit(layer.slots, layer.accepted)
+        rows, inputs = layer.pool.verify_rows(layer.slots, count), layer.inputs(count, 3)
+        assert bool(rows.flush) == flush
+        far[3] = layer.pool.pages[0][slot]
+        there = torch.full_like(rows.slots, 3)
+        moved = dataclasses.replace(
+            rows, slots=there, fold_slots=torch.where(rows.flush, there, PAD_SLOT)
+        )
+        found = []
+        for views, at in ((layer.pool.views[0], rows), (layout.views(far), moved)):
+            found.append(layer.call(views, at, inputs, False))
+            ops.compact(views, at, path, impl="triton")
+        assert torch.equal(*found)
+        assert torch.equal(far[3], layer.pool.pages[0][slot])
+        layer.pool.advance_verify(rows)
+        layer.accepted = torch.tensor([2], dtype=torch.int32, device=device)
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "gdn"])
