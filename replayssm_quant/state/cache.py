@@ -557,6 +557,10 @@ class StatePool:
         Call ``commit`` first. Slots whose committed inputs fill a window of L flush before their
         tokens are read; ancestors int32 [b, T]: see ``VerifyRows`` and ``tree_ancestors``. Slots
         are checked on the CPU, and on a GPU only with ``debug``.
+
+        Nothing of the step is folded, for it may be taken back, so even a row of one token reads
+        the L-th of a window from the copy where plain decode reads the exact state; what the next
+        step folds has the same bytes. Where no token can be rejected, ``rows`` gives plain decode.
         """
         if not self.drafts:
             raise ValueError("this pool verifies no drafts; make it with drafts=1 to 7")
