@@ -3,24 +3,31 @@
 ``python -m replayssm_quant.kernels.bench.smoke --ahead`` compiles everything in parallel processes,
 then ``compute-sanitizer --tool racecheck python -m replayssm_quant.kernels.bench.smoke`` checks.
 Each design of each family stores a state, takes one step in which some rows flush and some do not,
-and loads the state back.
+and loads the state back; and verifies drafts, a chain and a tree of them, whose accepted paths are
+moved.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import importlib
 import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
 from ... import ops
 from ..._paths import drop_checkout
+from ...state.cache import PAD_SLOT, VerifyRows, tree_ancestors
 from ...state.geometry import LayerGeometry
 from . import tune
 from .registry import DESIGNS, OPS, Problem, random_state
+from .verify import OPS as VERIFY
+from .verify import VerifyProblem
 
 GEOMETRIES = {
     "mamba2_decode": (
@@ -30,6 +37,7 @@ GEOMETRIES = {
     "gdn_decode": (LayerGeometry("gdn", 4, 128, 128, 2), LayerGeometry("gdn", 2, 48, 96, 2)),
 }
 """Of each operation: one that matrix units serve, one that they do not."""
+GEOMETRIES |= {name.replace("_decode", "_verify"): both for name, both in GEOMETRIES.items()}
 SMOKE = ("nvfp4+fp16-sr", "P4+8-sr-rot", "P8+4-sr-rot", "e4m3-sr", "fp32")
 
 
@@ -57,6 +65,60 @@ def step(op: str, geometry: LayerGeometry, design: str, device: torch.device) ->
         torch.cuda.synchronize()
 
 
+def verify(
+    op: str,
+    geometry: LayerGeometry,
+    design: str,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+) -> VerifyProblem:
+    """Verify five tokens for each of five rows, of which two flush, and move what was accepted.
+
+    As a chain and as a tree; launched as for a few sequences, as for many, and with the fold in
+    launches of its own on a stream beside. Returns the pool.
+    """
+    problem = VerifyProblem(
+        VERIFY[op], geometry, DESIGNS[design], 5, device=device, dtype=dtype, sets=1
+    )
+    length, width = problem.config.buffer_len, problem.tokens
+
+    def vector(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    slots = problem.slots[0].clone()
+    slots[3] = PAD_SLOT
+    valid = vector(length - 1 + width, 3, 0, 1, length)
+    flush = (valid >= length) & (slots != PAD_SLOT)
+    rows = VerifyRows(
+        slots, valid, flush, vector(5, 4, 5, 5, 0), valid + 1000, problem.key[slots.clamp(min=0)],
+        fold_slots=torch.where(flush, slots, PAD_SLOT),
+    )  # fmt: skip
+    parents = torch.tensor([[-1, 0, 0, 2, 2]], device=device).expand(5, -1)
+    tree = dataclasses.replace(rows, ancestors=tree_ancestors(parents))
+    path = vector(0, 2, 4, -1, -1).expand(5, -1)
+    module = importlib.import_module(f"replayssm_quant.kernels.{problem.op.kind}.verify")
+    many = module.launch_for(256)
+    for launch in (module.launch_for(5), many, dataclasses.replace(many, fused=0, beside=1)):
+        for control in (rows, tree):
+            _verify(module, problem, control, launch)
+            ops.compact(problem.views, control, path, impl="triton")
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return problem
+
+
+def _verify(module: Any, problem: VerifyProblem, rows: VerifyRows, launch: Any) -> torch.Tensor:
+    i, where = problem.inputs[0], {"layer": problem.layer, "launch": launch}
+    if problem.op.kind == "gdn":
+        return module.verify_packed(
+            problem.views, problem.config, rows, i.mixed_qkv, i.a, i.b, i.A_log, i.dt_bias, **where
+        )
+    return module.verify_step(
+        problem.views, problem.config, rows, i.x, i.dt, i.A, i.B, i.C,
+        D=i.D, dt_bias=i.dt_bias, dt_softplus=True, **where,
+    )  # fmt: skip
+
+
 def _ahead(cases: list[tuple[str, str]]) -> int:
     """Run each case in its own process; the exit code is the worst of them."""
 
@@ -78,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m replayssm_quant.kernels.bench.smoke",
         description="Run every kernel once on a small pool, for compute-sanitizer.",
     )
-    p.add_argument("--op", choices=sorted(OPS), help="one operation instead of all")
+    p.add_argument("--op", choices=sorted(GEOMETRIES), help="one operation instead of all")
     p.add_argument("--design", default=",".join(SMOKE), help="names separated by commas")
     p.add_argument("--ahead", action="store_true", help="a process for each design, all at once")
     args = p.parse_args(argv)
@@ -95,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
     for op in chosen:
         for geometry in GEOMETRIES[op]:
             for design in designs:
-                step(op, geometry, design, torch.device("cuda"))
+                (verify if op in VERIFY else step)(op, geometry, design, torch.device("cuda"))
                 print(f"{op} {geometry.rows}x{geometry.n} {design}", flush=True)
     return 0
 
