@@ -112,6 +112,17 @@ _BAMBA = _Family(
     32,
 )
 
+_NEMOTRON_H = _Family(
+    "mamba2",
+    ("mamba_num_heads", 128),
+    ("mamba_head_dim", 64),
+    ("ssm_state_size", 128),
+    ("n_groups mamba_n_groups", 8),
+    "conv_kernel mamba_d_conv",
+    4096,
+    4,
+)
+
 
 def _gdn(hidden: int, layers: int) -> _Family:
     return _Family(
@@ -137,16 +148,8 @@ _FAMILIES = {
         4096,
         64,
     ),
-    "nemotron_h": _Family(
-        "mamba2",
-        ("mamba_num_heads", 128),
-        ("mamba_head_dim", 64),
-        ("ssm_state_size", 128),
-        ("n_groups mamba_n_groups", 8),
-        "conv_kernel mamba_d_conv",
-        4096,
-        4,
-    ),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_puzzle": _NEMOTRON_H,
     "bamba": _BAMBA,
     "falcon_h1": _BAMBA,
     "granitemoehybrid": _BAMBA,
@@ -191,6 +194,7 @@ _REFUSED = {
 _LINEAR, _FULL, _HYBRID = "linear_attention", "full_attention", "hybrid"
 _RECURRENT = {_LINEAR, _HYBRID, "mamba", "mamba2", "linear"}  # old files say mamba
 _PATTERN = {"M": _LINEAR, "*": _FULL, "-": "mlp", "E": "moe"}
+_BLOCKS = {"mamba": _LINEAR, "attention": _FULL, "mlp": "mlp", "moe": "moe"}
 
 
 def _get(config: Any, names: str, default: Any = None) -> Any:
@@ -200,6 +204,22 @@ def _get(config: Any, names: str, default: Any = None) -> Any:
         if value is not None:
             return value
     return default
+
+
+def _blocks(config: Any, kind: str) -> list[Any]:
+    """What a Puzzle model says of each layer, mappings or objects; empty for other models."""
+    found = _get(config, "block_configs", ()) if kind == "nemotron_h_puzzle" else ()
+    return list(found)
+
+
+class _Block:
+    """A configuration in which one layer's own values come before the model's."""
+
+    def __init__(self, block: Any, config: Any):
+        self._block, self._config = block, config
+
+    def __getattr__(self, name: str) -> Any:
+        return _get(self._block, name, _get(self._config, name))
 
 
 def _count(config: Any, names: str, default: int) -> int:
@@ -244,12 +264,22 @@ def _layer_types(config: Any, kind: str) -> Sequence[str]:
     if kind in ("mamba2", "falcon_h1"):  # every layer is recurrent, whatever else it holds
         word = _LINEAR if kind == "mamba2" else _HYBRID
         return [word] * _count(config, "num_hidden_layers", _FAMILIES[kind].layers)
+    blocks = _blocks(config, kind)
+    if blocks:
+        words = [str(_get(block, "block_type", "?")) for block in blocks]
+        unknown = sorted(set(words) - set(_BLOCKS))
+        if unknown:
+            raise ValueError(
+                f"block_configs has blocks of type {', '.join(unknown)}; known are "
+                f"{', '.join(_BLOCKS)}"
+            )
+        return [_BLOCKS[word] for word in words]
     types = _get(config, "layer_types layers_block_type")
     if types is not None:
         if isinstance(types, str) or not isinstance(types, Sequence) or not types:
             raise ValueError(f"configuration value layer_types = {types!r} is no list of names")
         return list(types)
-    if kind == "nemotron_h":
+    if _FAMILIES[kind] is _NEMOTRON_H:
         pattern = _get(config, "hybrid_override_pattern", "ME*-")
         unknown = sorted(set(pattern) - set(_PATTERN))
         if unknown:
@@ -302,8 +332,12 @@ def read_geometry(config: Any) -> ModelGeometry:
             f"are {supported}"
         )
     types = _layer_types(config, kind)
-    layer = _layer(config, kind)
-    found = {i: layer for i, t in enumerate(types) if t in _RECURRENT}
+    places = [i for i, t in enumerate(types) if t in _RECURRENT]
+    blocks = _blocks(config, kind)
+    if blocks:
+        found = {i: _layer(_Block(blocks[i], config), kind) for i in places}
+    else:
+        found = dict.fromkeys(places, _layer(config, kind))
     if not found:
         raise ValueError(f"this '{kind}' model has no recurrent layer among {sorted(set(types))}")
     return ModelGeometry(kind, found, len(types))

@@ -62,6 +62,8 @@ def test_the_families_the_users_asked_for_are_there():
 
 def test_auto_picks_the_most_specific_match():
     assert rc.resolve("auto", NEMOTRON).name == "nemotron-3"
+    puzzle = NEMOTRON | {"model_type": "nemotron_h_puzzle", "ssm_state_size": 96}
+    assert rc.resolve("auto", puzzle).name == "nemotron-3"
     v2 = NEMOTRON | {"mamba_num_heads": 128}
     assert rc.resolve("auto/compact", v2).label == "nemotron-nano-v2/compact"
     assert rc.resolve("auto", QWEN).name == "qwen3.5"

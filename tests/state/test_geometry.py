@@ -1,6 +1,7 @@
 """read_geometry against the shapes of real transformers modules and their own defaults."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -226,9 +227,51 @@ def test_wrappers_are_read_through_the_text_model():
     assert read_geometry(omni) == read_geometry({"model_type": "nemotron_h"})
 
 
+PUZZLE = {
+    "model_type": "nemotron_h_puzzle",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 96,
+    "n_groups": 2,
+    "num_hidden_layers": None,  # as the published file has it
+    "block_configs": [
+        {"block_type": "mamba"},
+        {"block_type": "moe", "moe_intermediate_size": 8},
+        {"block_type": "attention"},
+        {"block_type": "mamba", "ssm_state_size": None},
+        {"block_type": "mlp", "intermediate_size": 8},
+    ],
+}
+
+
+@pytest.mark.parametrize("objects", [False, True], ids=["file", "class"])
+def test_puzzle_models_say_what_each_layer_is(objects: bool):
+    """vLLM reads the same blocks as objects and a pattern that the model's own class makes."""
+    values: dict = PUZZLE
+    config = values
+    if objects:
+        blocks = [SimpleNamespace(**block) for block in values["block_configs"]]
+        pattern = {"hybrid_override_pattern": "MM"}  # the blocks count
+        config = SimpleNamespace(**values | pattern | {"block_configs": blocks})
+    found = read_geometry(config)
+    layer = LayerGeometry("mamba2", 8, 16, 96, 2)
+    assert dict(found.layers) == {0: layer, 3: layer} and found.total_layers == 5
+    plain = {k: v for k, v in values.items() if k != "block_configs"}
+    assert dict(read_geometry(plain | {"layers_block_type": ["mamba", "moe"]}).layers) == {0: layer}
+    assert dict(read_geometry(plain | {"hybrid_override_pattern": "EM"}).layers) == {1: layer}
+
+
+def test_a_puzzle_layer_may_have_sizes_of_its_own():
+    blocks = [{"block_type": "mamba", "ssm_state_size": 32}, {"block_type": "mamba"}]
+    found = read_geometry(PUZZLE | {"block_configs": blocks}).layers
+    assert [found[i].n for i in (0, 1)] == [32, 96]
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
+        ({**PUZZLE, "block_configs": [{"block_type": "kda"}]}, "blocks of type kda; known are"),
+        ({**PUZZLE, "block_configs": [{"block_type": "moe"}]}, "no recurrent layer"),
         ({"model_type": "jamba"}, "'jamba' is Mamba-1"),
         ({"model_type": "falcon_mamba"}, "'falcon_mamba' is Mamba-1"),
         ({"model_type": "kimi_linear"}, "Kimi Delta Attention"),
