@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from replayssm_quant.backends.vllm.blocks import MARK
 from replayssm_quant.backends.vllm.generate import make_llm
 
 
@@ -287,9 +288,17 @@ def staged(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 def signatures() -> dict[str, Any]:
     """Overridden methods that vLLM lacks, or whose parameters ours cannot take."""
+    import vllm.plugins  # noqa: F401  (what is there when vLLM calls us)
     from vllm.version import __version__
 
-    from replayssm_quant.backends.vllm import gdn, layer, mamba2, metadata, plugin
+    from replayssm_quant.backends.vllm import plugin
+
+    before = set(sys.modules)
+    plugin.register()
+    plugin.register()
+    imported = sorted(set(sys.modules) - before)
+
+    from replayssm_quant.backends.vllm import gdn, layer, mamba2, metadata
 
     ours = [
         (mamba2.SplitMambaMixer2, [layer.SplitLayer, mamba2.SplitMambaMixer2]),
@@ -340,14 +349,31 @@ def signatures() -> dict[str, Any]:
                 theirs = inspect.signature(stock).parameters
                 if list(mine)[1:] != [p for p in theirs if p != "self"]:
                     problems.append(f"{cls.__name__}.{name}: {list(mine)} for {list(theirs)}")
-    targets = []
+    marks = {}
     for patch in plugin.PATCHES:
         module, path = patch.target.split(":")
         owner = __import__(module, fromlist=["x"])
         for part in path.split("."):
             owner = getattr(owner, part)
-        targets.append(patch.target)
-    return {"version": __version__, "problems": problems, "checked": checked, "patches": targets}
+        marks[patch.target] = times_marked(owner)
+    return {
+        "version": __version__,
+        "problems": problems,
+        "checked": checked,
+        "marks": marks,
+        "imported": imported,
+    }
+
+
+def times_marked(found: Any) -> int:
+    """How many of our functions or classes lie one inside the other; of a table, at the deepest."""
+    if isinstance(found, dict):
+        return max(sum(MARK in vars(c) for c in cls.__mro__) for cls in found.values())
+    count = 0
+    while found is not None:
+        count += MARK in vars(found)
+        found = getattr(found, "__wrapped__", None)
+    return count
 
 
 def main() -> None:

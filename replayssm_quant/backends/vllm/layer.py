@@ -18,6 +18,7 @@ from ...state.layout import StateViews
 from .checks import draft_tokens
 from .options import parse
 from .page import StatePage
+from .plugin import refuse_what_failed
 from .rehearsal import Rehearsal
 
 
@@ -56,6 +57,7 @@ class SplitLayer:
         options = parse(vllm_config.additional_config)
         if options is None:
             return
+        refuse_what_failed()
         if not (current_platform.is_cuda() or current_platform.is_cpu()):
             raise ValueError("replayssm_quant runs on CUDA GPUs, and on CPUs by its references")
         model = vllm_config.model_config

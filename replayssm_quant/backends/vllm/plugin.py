@@ -1,8 +1,9 @@
 """Entry point of the vLLM plugin: registration, the version gate and the table of patches.
 
 vLLM calls ``register`` in every process, before any configuration exists, so it registers names and
-imports nothing heavy. Without ``replayssm_quant`` in additional_config everything stays vLLM's own:
-our layers then call vLLM's methods for everything (``layer``).
+imports none of vLLM's modules: each place is changed once its module is imported (``imports``).
+Without ``replayssm_quant`` in additional_config everything stays vLLM's own: our layers then call
+vLLM's methods for everything (``layer``).
 """
 
 from __future__ import annotations
@@ -15,27 +16,81 @@ from typing import Any
 
 from ..._paths import drop_checkout
 from .blocks import MARK, shorten_scheduler
-from .checks import ARCHITECTURES, VERSIONS, check, turn_off_prefix_caching, version_problem
+from .checks import (
+    ANY_VERSION,
+    ARCHITECTURES,
+    VERSIONS,
+    check,
+    turn_off_prefix_caching,
+    version_problem,
+)
+from .imports import when_imported
 from .options import parse
 
 MODELS = "replayssm_quant.backends.vllm.models"
+REGISTRY = "vllm.model_executor.models.registry"
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One place of vLLM that is changed. target is ``module:attribute.path``."""
+    """One place of vLLM that is changed.
+
+    target is ``module:attribute.path``; versions the first and the last vLLM that it is for.
+    """
 
     target: str
     reason: str
     make: Callable[[Any], Any]
-    versions: tuple[tuple[int, int], ...] = VERSIONS
+    versions: tuple[tuple[int, int], tuple[int, int]] = (VERSIONS[0], VERSIONS[-1])
+
+    @property
+    def module(self) -> str:
+        return self.target.partition(":")[0]
+
+    def covers(self, version: tuple[int, ...]) -> bool:
+        return self.versions[0] <= version[:2] <= self.versions[1]
 
     def apply(self) -> None:
-        """Replace the target by what ``make`` returns for it (a table may change in place)."""
-        module, path = self.target.split(":")
-        *parents, name = path.split(".")
-        owner = functools.reduce(getattr, parents, importlib.import_module(module))
-        setattr(owner, name, self.make(getattr(owner, name)))
+        """Replace the target by what ``make`` returns for it (a table may change in place).
+
+        Raises RuntimeError, in one line, where there is no such target.
+        """
+        *parents, name = self.target.partition(":")[2].split(".")
+        try:
+            owner = functools.reduce(getattr, parents, importlib.import_module(self.module))
+            replaced = getattr(owner, name)
+        except (ImportError, AttributeError) as error:
+            line = " ".join(str(error).split())
+            raise RuntimeError(
+                f"replayssm_quant cannot change {self.target} in this vLLM: {line}"
+            ) from None
+        setattr(owner, name, self.make(replaced))
+
+    def install(self) -> None:
+        """Apply it; a failure matters to those who ask for the plugin (``refuse_what_failed``)."""
+        try:
+            self.apply()
+        except Exception as error:
+            problem = version_problem(_version())
+            line = str(error) if problem is None else f"{problem} ({error})"
+            _failed[self.target] = line
+            _logger().warning("%s", line)
+
+
+_wanted: list[Patch] = []
+_failed: dict[str, str] = {}
+"""What kept a patch from being applied in this process, by target."""
+
+
+def refuse_what_failed() -> None:
+    """Have every patch applied now, and raise ValueError, in one line, if one was not."""
+    for patch in _wanted:
+        try:
+            importlib.import_module(patch.module)
+        except ImportError:
+            patch.install()  # which says so
+    if _failed:
+        raise ValueError("; ".join(_failed.values()))
 
 
 def _marked(replaced: Any) -> bool:
@@ -46,15 +101,15 @@ def _marked(replaced: Any) -> bool:
 def _check_every_model(table: dict[str, Any]) -> dict[str, Any]:
     from vllm.model_executor.models.config import VerifyAndUpdateConfig
     from vllm.model_executor.models.registry import ModelRegistry
-    from vllm.version import __version_tuple__
 
-    problem = version_problem(__version_tuple__)
+    problem = version_problem(_version())
 
     def checked(base: type) -> type:
         class Checked(base):  # type: ignore[misc, valid-type]
             @classmethod
             def verify_and_update_config(cls, vllm_config: Any) -> None:
-                check(vllm_config, problem)
+                if check(vllm_config, problem) is not None:
+                    refuse_what_failed()
                 base.verify_and_update_config(vllm_config)
 
         Checked.__name__ = Checked.__qualname__ = base.__name__
@@ -146,24 +201,47 @@ def _logger() -> Any:
     return init_logger("vllm.replayssm_quant")  # only loggers below vllm have a handler
 
 
+def _version() -> tuple[Any, ...]:
+    from vllm.version import __version_tuple__
+
+    return tuple(__version_tuple__)
+
+
+def _install(patch: Patch) -> None:
+    if patch not in _wanted:
+        _wanted.append(patch)
+    when_imported(patch.module, patch.install)
+
+
+def _register_models() -> None:
+    registry = importlib.import_module(REGISTRY).ModelRegistry
+    for architecture in ARCHITECTURES:
+        registry.register_model(architecture, f"{MODELS}:{architecture}")
+
+
 def register() -> None:
     """Register models and apply ``PATCHES``; vLLM's ``vllm.general_plugins`` entry point.
 
     Idempotent. Outside the supported versions only the check is installed, so that asking for the
-    plugin is refused and everything else goes on.
+    plugin is refused and everything else goes on; ``ANY_VERSION`` installs everything there, and
+    names each patch that is not known to fit.
     """
     drop_checkout()
-    from vllm.model_executor.models.registry import ModelRegistry
-    from vllm.version import __version_tuple__
-
-    problem = version_problem(__version_tuple__)
-    if problem is not None:
-        try:
-            PATCHES[0].apply()
-        except Exception as error:  # another vLLM: must not break it for those who do not ask
-            _logger().warning("%s (%s)", problem, error)
+    version = _version()
+    if version_problem(version) is not None:
+        _install(PATCHES[0])
         return
+    known = version[:2] in VERSIONS
     for patch in PATCHES:
-        patch.apply()
-    for architecture in ARCHITECTURES:
-        ModelRegistry.register_model(architecture, f"{MODELS}:{architecture}")
+        if not patch.covers(version):
+            if known:  # this vLLM does without it
+                continue
+            _logger().warning(
+                "%s=1: replayssm_quant changes %s as in vLLM %s, though this is %s",
+                ANY_VERSION,
+                patch.target,
+                " to ".join(".".join(map(str, v)) for v in patch.versions),
+                ".".join(map(str, version[:2])),
+            )
+        _install(patch)
+    when_imported(REGISTRY, _register_models)
