@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from replayssm_quant.backends.vllm.cursors import (
+    NEXT_TENANT,
     GroupRows,
     RowBuffers,
     SlotCursors,
@@ -12,7 +13,7 @@ from replayssm_quant.backends.vllm.cursors import (
     slot_keys,
     window,
 )
-from replayssm_quant.formats.philox import request_key
+from replayssm_quant.formats.philox import element_bits, request_key
 from replayssm_quant.state.cache import PAD_SLOT, StepRows
 from replayssm_quant.state.replay import first_offset, schedule
 
@@ -104,12 +105,62 @@ def test_a_slot_is_clean_for_its_next_request() -> None:
         assert (int(rows.valid), bool(rows.flush)) == (step.valid, step.flush)
 
 
+def wrapped(key: int) -> int:
+    """The int64 that a sum of keys is."""
+    return (key + 2**63) % 2**64 - 2**63
+
+
+def test_every_tenant_of_a_slot_has_its_own_key() -> None:
+    cursors = make(slots=4)
+    found: dict[int, list[int]] = {1: [], 2: []}
+    for tenant in range(5):
+        # one slot's request comes in three parts, the other's is preempted in its second turn
+        first = cursors.prefill(vec(2, 1), vec(4, 9), vec(4, 9))
+        assert first.key.tolist() == slot_keys(3, 4, "cpu", tenant)[[2, 1]].tolist()
+        step = decode(cursors, vec(1, 2, 0), vec(10, 5, 0)).key.tolist()
+        assert step[:2] == first.key.flip(0).tolist()
+        more = cursors.prefill(vec(2), vec(8), vec(3))
+        assert more.key.tolist() == step[1:2]  # it goes on, so its key does
+        assert decode(cursors, vec(2), vec(9)).key.tolist() == step[1:2]
+        for slot, key in zip((2, 1), first.key.tolist(), strict=True):
+            found[slot].append(key)
+    for slot, keys in found.items():
+        assert keys == [wrapped(request_key(3, slot) + i * NEXT_TENANT) for i in range(5)]
+    assert len({*found[1], *found[2]}) == 10
+    assert cursors.key[[0, 3]].tolist() == slot_keys(3, 4, "cpu", -1)[[0, 3]].tolist()
+
+
+def test_a_later_tenant_rounds_by_other_bits_and_flushes_at_other_steps() -> None:
+    cursors = make(slots=64, length=16, stagger=True)
+    blocks, prompt = torch.arange(1, 64), torch.full((63,), 9)
+    bits, offsets = [], []
+    for _ in range(2):
+        rows = cursors.prefill(blocks, prompt, prompt)
+        bits.append(element_bits(rows.key, rows.position, 0, 1, 1, 8))
+        offsets.append(first_offsets(rows.key, 16))
+    same = (bits[0] == bits[1]).float().mean()
+    assert same < 0.05  # of 504 random bytes, 1 in 256 is the same by chance
+    assert (offsets[0] == offsets[1]).float().mean() < 0.3  # of 63, 1 in 16
+
+
+def test_planning_is_the_same_again_from_the_start() -> None:
+    runs = []
+    for _ in range(2):
+        cursors, keys = make(), []
+        for lens in (vec(5, 6), vec(9, 3), vec(4, 4)):
+            keys.append(cursors.prefill(vec(3, 5), lens, lens).key.tolist())
+        runs.append(keys)
+    assert runs[0] == runs[1]
+
+
 def test_keys_of_requests_take_the_place_of_keys_of_slots() -> None:
     cursors = make()
+    before = cursors.key.clone()
     keys = torch.tensor([11, -5], dtype=torch.int64)
     rows = cursors.prefill(vec(1, 2), vec(4, 4), vec(4, 4), keys)
     assert rows.key.tolist() == [11, -5]
     assert decode(cursors, vec(2, 1), vec(5, 5), keys.flip(0)).key.tolist() == [-5, 11]
+    assert torch.equal(cursors.key, before)
 
 
 def test_rows_stay_at_their_addresses() -> None:

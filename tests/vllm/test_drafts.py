@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from replayssm_quant.backends.vllm.cursors import slot_keys
 from replayssm_quant.backends.vllm.drafts import (
     DraftCursors,
     Verify,
@@ -118,7 +119,19 @@ def test_keys_of_requests_take_the_place_of_keys_of_slots() -> None:
     rows, _ = cursors.prefill(vec(1, 2), vec(4, 4), vec(4, 4), keys)
     assert rows.key.tolist() == [11, -5]
     assert plan(cursors, [2, 1], [4, 4], [1, 2], keys.flip(0)).rows.key.tolist() == [-5, 11]
-    assert plan(cursors, [1], [5], [1]).rows.key.tolist() == [request_key(3, 1)]
+
+
+def test_every_tenant_of_a_slot_has_its_own_key() -> None:
+    cursors, slots = make(), [1, 2]
+    for tenant in range(3):
+        rows, _ = cursors.prefill(vec(*slots), vec(4, 9), vec(4, 9))
+        wanted = slot_keys(3, 3, "cpu", tenant)[slots].tolist()
+        assert rows.key.tolist() == wanted
+        assert plan(cursors, slots, [4, 9], [1, 2]).rows.key.tolist() == wanted
+        more, _ = cursors.prefill(vec(2), vec(15), vec(4))  # the same request goes on
+        assert more.key.tolist() == wanted[1:]
+        assert plan(cursors, [2], [15], [3]).rows.key.tolist() == wanted[1:]
+    assert slot_keys(3, 3, "cpu").tolist() == [request_key(3, i) for i in range(3)]
 
 
 def test_rows_stay_at_their_addresses() -> None:

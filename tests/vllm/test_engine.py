@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from replayssm_quant.backends.vllm.cursors import slot_keys
 from replayssm_quant.formats.philox import request_key
 
 pytestmark = pytest.mark.slow
@@ -127,8 +128,15 @@ def test_scenarios_did_what_they_are_for(family: str, request: pytest.FixtureReq
     assert found["fp32-L1"]["log"]["flushes"] == log["rows"]
     assert found["chunks"]["log"]["folded"] > 0
     assert len(set(found["alone"]["log"]["slots"])) < len(LENGTHS)  # a slot was used again
-    # the V1 runner shows no request: keys belong to slots
+    # the V1 runner shows no request: keys belong to slots, each tenant's its own
     assert log["keys"] == [request_key(0, slot) for slot in log["slots"]]
+    alone = found["alone"]["log"]
+    turns = [alone["slots"][:i].count(slot) for i, slot in enumerate(alone["slots"])]
+    assert max(turns) > 0
+    assert alone["keys"] == [
+        int(slot_keys(0, slot + 1, "cpu", turn)[slot])
+        for slot, turn in zip(alone["slots"], turns, strict=True)
+    ]
     # the checks above can fail: a coarse state gives other tokens
     coarse, stock = found["coarse"]["ids"], found["stock"]["ids"]
     assert any(first_difference(a, b) is not None for a, b in zip(coarse, stock, strict=True))
@@ -292,4 +300,5 @@ def test_an_unused_plugin_changes_no_token(
 def test_overrides_fit_the_installed_vllm(run_worker: Any) -> None:
     found = run_worker("signatures")
     assert found["problems"] == [] and found["checked"] >= 20
-    assert len(found["patches"]) == 4
+    assert len(found["marks"]) == 4 and set(found["marks"].values()) == {1}
+    assert found["imported"] == []  # by registering, twice

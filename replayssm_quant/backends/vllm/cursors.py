@@ -1,9 +1,10 @@
 """Ring cursors of the slots, as a function of how many tokens a request has. No vLLM here.
 
 Two vectors a slot: ``base``, the tokens in the state when its window sequence began (at the last
-prefill), and ``key``, the request's random key. Everything else follows from the number of tokens
-that vLLM reports, so nothing has to be advanced, a step that is planned twice is planned the same,
-and a slot is clean once a prefill has written its base.
+prefill), and ``key``, a random key of the slot's present tenant, for engines that do not show the
+request. Everything else follows from the number of tokens that vLLM reports, so nothing has to be
+advanced, a decode step that is planned twice is planned the same, and a slot is clean once a
+prefill has written its base.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from ...state.cache import PAD_SLOT, StepRows
 
 NULL_BLOCK = 0
 """vLLM's block of padding rows and dummy runs."""
+NEXT_TENANT = 0x9E3779B97F4A7C15 - 2**64
+"""From a slot's key to that of its next tenant: odd, so that 2**64 of them differ."""
 _RANDOM_TAIL = re.compile(r"-[0-9a-f]{8}$")
 
 
@@ -41,14 +44,31 @@ def first_offsets(keys: torch.Tensor, buffer_len: int) -> torch.Tensor:
     return (((keys >> 17) & 0xFFFFFFFF) % buffer_len).to(torch.int32)
 
 
-def slot_keys(seed: int, slots: int, device: torch.device | str) -> torch.Tensor:
+def slot_keys(seed: int, slots: int, device: torch.device | str, tenant: int = 0) -> torch.Tensor:
     """A random key for each slot, int64 [slots], where the engine does not show the request.
 
-    Slot i has the key ``request_key(seed, i)``.
+    Slot i has the key ``request_key(seed, i)`` for its first tenant (0), and the sum of this and
+    ``tenant * NEXT_TENANT`` modulo 2**64 for later ones.
     """
     index = torch.arange(slots, dtype=torch.int64, device=device)
     low, high, _, _ = philox4x32(seed, index, 0, _REQUEST_STREAM, 1, 10)
-    return low | (high << 32)
+    moved = (tenant * NEXT_TENANT + 2**63) % 2**64 - 2**63
+    return (low | (high << 32)) + moved
+
+
+def tenants(
+    key: torch.Tensor, blocks: torch.Tensor, computed: torch.Tensor, keys: torch.Tensor | None
+) -> torch.Tensor:
+    """Keys int64 [b] of the rows of a prefill: ``keys`` if given, else those of their slots.
+
+    key int64 [slots] moves on for rows without earlier tokens (``computed`` == 0): a request that
+    follows in a slot, or one that comes back to it, rounds at the same positions by other bits.
+    """
+    if keys is not None:
+        return keys.clone()
+    own = key[blocks] + (computed == 0) * NEXT_TENANT
+    key[blocks] = own
+    return own
 
 
 def request_identity(request_id: str, seed: int | None) -> int | str:
@@ -163,7 +183,7 @@ class SlotCursors:
     def __init__(self, slots: int, buffer_len: int, *, stagger: bool, seed: int, device: object):
         self.buffer_len, self.stagger = buffer_len, stagger
         self.base = torch.zeros(slots, dtype=torch.int32, device=device)  # type: ignore[call-overload]
-        self.key = slot_keys(seed, slots, self.base.device)
+        self.key = slot_keys(seed, slots, self.base.device, tenant=-1)  # none has come yet
 
     @property
     def slots(self) -> int:
@@ -213,15 +233,17 @@ class SlotCursors:
         query_lens: torch.Tensor,
         keys: torch.Tensor | None = None,
     ) -> StepRows:
-        """Rows of a prefill, whose windows begin anew behind it.
+        """Rows of a prefill, whose windows begin anew behind it; once a step.
 
         ``valid`` counts the ring inputs that an earlier part of the request left, which the prefill
-        must fold in; it means nothing for a row without earlier tokens.
+        must fold in; it means nothing for a row without earlier tokens. Such a row is the slot's
+        next tenant, with a key of its own.
         """
-        blocks = blocks.long()
         # copies, whose addresses do not depend on where in the batch the rows are
-        lens, keys = seq_lens.to(torch.int32, copy=True), None if keys is None else keys.clone()
-        key, valid, _ = self._plan(blocks, lens - query_lens - self.base[blocks], keys)
+        blocks, lens = blocks.long(), seq_lens.to(torch.int32, copy=True)
+        computed = lens - query_lens
+        keys = tenants(self.key, blocks, computed, keys)
+        key, valid, _ = self._plan(blocks, computed - self.base[blocks], keys)
         self.base[blocks] = lens
         flush = torch.ones_like(blocks, dtype=torch.bool)
         return StepRows(blocks, valid, flush, lens, key)

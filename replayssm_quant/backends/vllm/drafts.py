@@ -15,7 +15,7 @@ import torch
 
 from ...state.cache import PAD_SLOT, StepRows, VerifyRows
 from ...state.layout import ring_capacity
-from .cursors import NULL_BLOCK, first_offsets, slot_keys
+from .cursors import NULL_BLOCK, first_offsets, slot_keys, tenants
 
 
 @dataclass
@@ -114,7 +114,7 @@ class DraftCursors:
             torch.zeros(slots, dtype=torch.int32, device=device)  # type: ignore[call-overload]
             for _ in range(3)
         )
-        self.key = slot_keys(seed, slots, self.folded.device)
+        self.key = slot_keys(seed, slots, self.folded.device, tenant=-1)  # none has come yet
 
     @property
     def slots(self) -> int:
@@ -175,7 +175,7 @@ class DraftCursors:
         keys: torch.Tensor | None = None,
     ) -> tuple[StepRows, torch.Tensor]:
         """Rows of a prefill, whose windows begin anew behind it, and int64 [b]: the columns by
-        which the convolution's state has to roll before it.
+        which the convolution's state has to roll before it. Once a step.
 
         ``valid`` counts the ring inputs that an earlier part of the request left, which the prefill
         must fold in; both mean nothing for a row without earlier tokens.
@@ -185,7 +185,7 @@ class DraftCursors:
         computed = lens - query_lens.to(torch.int32)
         valid = (computed - self.folded[blocks]).clamp(0, self.capacity)
         roll = (computed - self.origin[blocks]).clamp(0, self.drafts)
-        key = self.key[blocks] if keys is None else keys.clone()
+        key = tenants(self.key, blocks, computed, keys)
         self.folded[blocks] = lens
         self.origin[blocks] = lens
         self.due[blocks] = lens + self._first_due(key)
