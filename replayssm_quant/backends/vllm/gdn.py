@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -383,32 +384,32 @@ def _convolution_cpu(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention as cpu
 
-    if not torch.cpu._is_avx512_bf16_supported():
-        raise ValueError("GDN on a CPU needs AVX-512 BF16, as vLLM's own kernels do")
-    state, blocks = layer.kv_cache[0], md.non_spec_state_indices_tensor
-    state = state if is_conv_state_dim_first() else state.transpose(1, 2)
-    common = {
-        "weight": layer.conv1d.weight,
-        "bias": layer.conv1d.bias,
-        "conv_states": state,
-        "silu_activation": layer.activation == "silu",
-        "is_weight_packed": True,
-    }
+    state, blocks = _conv_state(layer), md.non_spec_state_indices_tensor
     # a clone also where there is one token, whose row is contiguous with any stride
     x = x.clone(memory_format=torch.contiguous_format)
     d, p = md.num_decodes, md.num_prefills
+    how: dict[str, Any] = {"bias": layer.conv1d.bias}
+    # vLLM chooses by the same question, and packs the weights while loading by it
+    if torch.cpu._is_avx512_bf16_supported() or cpu.is_arm_bf16():
+        how |= {"weight": layer.conv1d.weight, "is_weight_packed": True}
+        how |= {"silu_activation": layer.activation == "silu"}
+        decode_rows = partial(cpu._causal_conv1d_update_cpu, conv_states=state, **how)
+        prefill_rows = partial(cpu._causal_conv1d_fwd_cpu, **how)
+    else:
+        how |= {"weight": layer.conv1d.weight.flatten(1), "activation": layer.activation}
+        decode_rows = partial(cpu.causal_conv1d_update_cpu, conv_state=state, **how)
+        prefill_rows = partial(cpu.causal_conv1d_torch, **how)
     y = x[:0]
     if d > 0:
-        y = cpu._causal_conv1d_update_cpu(x=x[:decode], conv_state_indices=blocks[:d], **common)
+        y = decode_rows(x=x[:decode], conv_state_indices=blocks[:d])
     if p == 0:
         return y, x[:0]
-    starts = md.non_spec_query_start_loc[d : d + p + 1] - decode
-    z = cpu._causal_conv1d_fwd_cpu(
+    z = prefill_rows(
         x=x[decode:].transpose(0, 1),
-        query_start_loc=starts,
+        conv_states=state,
+        query_start_loc=md.non_spec_query_start_loc[d : d + p + 1] - decode,
         cache_indices=blocks[d : d + p],
         has_initial_state=md.has_initial_state[d : d + p],
-        **common,
     )
     return y, z.transpose(0, 1)
 
