@@ -142,6 +142,19 @@ def test_scenarios_did_what_they_are_for(family: str, request: pytest.FixtureReq
     assert any(first_difference(a, b) is not None for a, b in zip(coarse, stock, strict=True))
 
 
+@pytest.mark.parametrize("family", ["mamba2", "gdn"])
+def test_a_pipeline_rank_without_such_layers_has_pages_of_the_same_size(
+    family: str, request: pytest.FixtureRequest
+) -> None:
+    found = request.getfixturevalue(family)
+    for result in found.values():
+        pages = result["cache_pages"]
+        assert pages["bare"] == pages["rank"] and max(pages["rank"], default=0) > 0
+        assert set(result["page"]) <= set(pages["rank"])
+    stock, recipe = (max(found[n]["cache_pages"]["bare"]) for n in ("stock", "recipe"))
+    assert recipe < stock
+
+
 def test_requests_were_preempted(mamba2: dict) -> None:
     assert mamba2["preempted"]["preempted"] > 0
 

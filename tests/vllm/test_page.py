@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from replayssm_quant.backends.vllm.page import StatePage, request_bytes, start_line
+from replayssm_quant.backends.vllm.page import StatePage, model_pages, request_bytes, start_line
 from replayssm_quant.config import StateConfig
 from replayssm_quant.state.budget import budget
 from replayssm_quant.state.geometry import LayerGeometry, ModelGeometry
@@ -39,6 +39,21 @@ def test_bytes_are_those_of_the_plan(geometry: LayerGeometry, config: StateConfi
     declared = zip(found.shapes, found.dtypes, strict=True)
     total = sum(torch.Size(s).numel() * d.itemsize for s, d in declared)
     assert total == found.nbytes
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_pages_of_a_model_are_those_of_its_layers(ranks: int) -> None:
+    layers = dict.fromkeys((0, 2, 5), NANO)
+    configs = dict(zip(layers, [CONFIGS[1], CONFIGS[2], CONFIGS[1]], strict=True))
+    local = NANO.shard(ranks)
+    conv = (3, local.conv_channels)
+    types = (torch.bfloat16, torch.float16)
+    for drafts in (0, 3):
+        pages = model_pages(layers, configs, ranks, conv, *types, drafts)
+        wanted = [StatePage(local, c, conv, *types, drafts) for c in (CONFIGS[1], CONFIGS[2])]
+        assert [(p.shapes, p.dtypes) for p in pages] == [(p.shapes, p.dtypes) for p in wanted]
+    with pytest.raises(ValueError, match="do not divide over 5 ranks"):
+        model_pages(layers, configs, 5, conv, *types)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.label)

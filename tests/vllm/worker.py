@@ -5,6 +5,7 @@ tokens, the top-2 gaps and what the plugin did; ``then`` feeds more of them to t
 ``signatures`` instead reports how our overrides compare with the vLLM that is installed.
 """
 
+import copy
 import gc
 import inspect
 import json
@@ -176,8 +177,25 @@ def run(scenario: dict[str, Any], log: dict[str, Any]) -> dict[str, Any]:
         "prefix_caching": config.cache_config.enable_prefix_caching,
         "log": dict(log),
         "spec": spec_metrics(llm),
+        "cache_pages": cache_pages(llm),
     }
     return result
+
+
+def cache_pages(llm: Any) -> dict[str, list[int]]:
+    """Bytes of the pages that vLLM fits its blocks to: here, and on a rank without our layers."""
+    config = llm.llm_engine.vllm_config
+    core = llm.llm_engine.engine_core.engine_core
+    model = type(core.model_executor.driver_worker.worker.model_runner.get_model())
+    if not hasattr(model, "get_mamba_specs_from_config"):  # plain vLLM's own
+        return {}
+    bare = copy.copy(config)
+    bare.compilation_config = copy.copy(config.compilation_config)
+    bare.compilation_config.static_forward_context = {}
+    return {
+        name: sorted(s.page_size_bytes for s in model.get_mamba_specs_from_config(asked))
+        for name, asked in {"rank": config, "bare": bare}.items()
+    }
 
 
 def spec_metrics(llm: Any) -> dict[str, int]:

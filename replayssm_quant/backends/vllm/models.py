@@ -13,11 +13,12 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from ...state.geometry import read_geometry
 from . import gdn, mamba2  # noqa: F401  (registers the layers)
-from .checks import ARCHITECTURES
+from .checks import ARCHITECTURES, draft_tokens
 from .layer import SplitLayer
 from .options import parse
-from .page import start_line
+from .page import model_pages, start_line
 from .rehearsal import Rehearsal
 
 logger = init_logger("vllm.replayssm_quant")
@@ -81,13 +82,25 @@ class SplitStateModel:
     @classmethod
     def get_mamba_specs_from_config(cls, vllm_config: Any) -> list[MambaSpec]:
         """Specs whose largest page vLLM fits its blocks to; the same on every pipeline rank."""
-        layers = _split_layers(vllm_config)
-        if not layers:
+        layers, options = _split_layers(vllm_config), parse(vllm_config.additional_config)
+        if layers:
+            configs = set(layers[0].configs.values())
+            pages = [layers[0].make_page(config) for config in configs]
+        else:
             shapes = cls.get_mamba_state_shape_from_config(vllm_config)
             dtypes = cls.get_mamba_state_dtype_from_config(vllm_config)
-            return [MambaSpec(shapes=shapes, dtypes=dtypes, block_size=-1)]
-        configs = set(layers[0].configs.values())
-        pages = [layers[0].make_page(config) for config in configs]
+            if options is None:
+                return [MambaSpec(shapes=shapes, dtypes=dtypes, block_size=-1)]
+            model = vllm_config.model_config  # its recurrent layers are on other pipeline ranks
+            pages = model_pages(
+                read_geometry(model.hf_config).layers,
+                options.layer_configs(model.hf_config, str(model.model)),
+                vllm_config.parallel_config.tensor_parallel_size,
+                shapes[0],
+                dtypes[0],
+                model.dtype,
+                draft_tokens(vllm_config),
+            )
         return [MambaSpec(shapes=p.shapes, dtypes=p.dtypes, block_size=-1) for p in pages]
 
 

@@ -7,6 +7,7 @@ run begins with the padding that puts its first field on 128 bytes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import ceil, prod
 
 import torch
@@ -98,6 +99,25 @@ class StatePage:
                 "--block-size"
             )
         return self.layout.views(pages)
+
+
+def model_pages(
+    layers: Mapping[int, LayerGeometry],
+    configs: Mapping[int, StateConfig],
+    ranks: int,
+    conv_shape: tuple[int, ...],
+    conv_dtype: torch.dtype,
+    act_dtype: torch.dtype,
+    drafts: int = 0,
+) -> list[StatePage]:
+    """The different pages of a model's layers on one of its tensor-parallel ranks.
+
+    layers and configs: of each recurrent layer of the whole model. They are those of the layers
+    that a rank builds, also for a pipeline rank that builds none. The rest as in ``StatePage``;
+    raises ValueError where a layer does not divide over the ranks.
+    """
+    different = dict.fromkeys((layer.shard(ranks), configs[i]) for i, layer in layers.items())
+    return [StatePage(g, c, conv_shape, conv_dtype, act_dtype, drafts) for g, c in different]
 
 
 def start_line(
