@@ -49,7 +49,7 @@ def run_worker(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> An
     def run(job: Any, **env: str) -> Any:
         if isinstance(job, str) or workers < 2:
             return run_one(job, "", env)
-        shares = [job[i::workers] for i in range(min(workers, len(job)))]
+        shares = [_whole(job[i::workers], job) for i in range(min(workers, len(job)))]
         names = [f"-{i}" for i in range(len(shares))]
         with ThreadPoolExecutor(len(shares)) as pool:
             found = list(pool.map(run_one, shares, names, [env] * len(shares)))
@@ -76,6 +76,42 @@ def run_worker(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> An
         return json.loads(out.read_text())
 
     return run
+
+
+def _whole(share: list[dict[str, Any]], job: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A share of the scenarios, each behind the one that it is compared with."""
+    known = {scenario["name"]: scenario for scenario in job}
+    found: dict[str, dict[str, Any]] = {}
+    for scenario in share:
+        asked = [scenario, *scenario.get("then", {}).values()]
+        for name in (s["against"].partition("/")[0] for s in asked if "against" in s):
+            found.setdefault(name, known[name])
+        found.setdefault(scenario["name"], scenario)
+    return list(found.values())
+
+
+@pytest.fixture(scope="session")
+def assert_same() -> Any:
+    """assert_same(found, wanted, tie, most): token for token, or parting where both runs saw a gap
+    of at most ``tie``, at most ``most`` times.
+
+    found was run ``against`` wanted, so that what follows a tie has been compared as well.
+    """
+
+    def check(found: dict[str, Any], wanted: dict[str, Any], tie: float, most: int) -> None:
+        assert "error" not in found, found
+        differ = {
+            row
+            for row, (a, b) in enumerate(zip(found["ids"], wanted["ids"], strict=True))
+            if a != b[: len(a)]
+        }
+        assert differ == {row for row, _, _ in found["parts"]}
+        wide = [part for part in found["parts"] if part[2] > tie]
+        assert not wide, f"[request, token, gap] beyond {tie}: {wide}"
+        assert len(found["parts"]) <= most, found["parts"]
+        assert not found["unfollowed"]
+
+    return check
 
 
 @pytest.fixture(scope="session")

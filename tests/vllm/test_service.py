@@ -30,11 +30,13 @@ DRAFTS = {
     },
     "disable_log_stats": False,
 }
+THRESHOLD, CHUNK = "long_prefill_token_threshold", 15
 SMALL = {"num_gpu_blocks_override": 10, "max_num_seqs": 8}
 FAMILIES = {"mamba2": ("nemotron_h", "float32"), "gdn": ("qwen3_5_text", "bfloat16")}
 # a batch of another size may sum in another order: fp32 logits move by less than 2e-3, bf16 ones by
 # the rounding of two logits below 32
 TIE = {"mamba2": 2e-3, "gdn": 2 * 2.0**-3}
+SHARE = 0.25  # of the tokens that were a tie, how many may be chosen otherwise
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +47,8 @@ def gpu(vllm_python: str) -> bool:
 def requests(excerpt: Any, count: int, block: int) -> dict[str, Any]:
     """Prompts of one token, around the window, and just below the end of an attention block."""
     rng = random.Random(7)
-    lengths = [2, 2, 15, 16, 17, 31, 32, 33] + [block - 3 - 3 * i for i in range(count // 4)]
-    lengths += [rng.randrange(2, 60) for _ in range(count - len(lengths))]
+    lengths = [1, 1, 2, 15, 16, 17, 31, 32, 33] + [block - 3 - 3 * i for i in range(count // 4)]
+    lengths += [rng.randrange(1, 60) for _ in range(count - len(lengths))]
     rng.shuffle(lengths)
     tokens = [60 if n >= 100 else rng.choice([1, 15, 16, 17, 33, 40]) for n in lengths]
     prompts = [excerpt(n, i) for i, n in enumerate(lengths)]
@@ -70,8 +72,14 @@ def jobs(folder: Path, family: str, gpu: bool, excerpt: Any, mode: str) -> list[
     # attention blocks of the fp32 pages of the shipped models; blocks come in other steps on a CPU
     block = {"mamba2": (320, 384), "gdn": (608, 640)}[family][0 if gpu else 1]
     asked = requests(excerpt, 64 if gpu else 24, block)
-    alone = {"then": {"alone": {"alone": True, "arrive": [0] * len(asked["prompts"])}}}
+    apart = {"alone": True, "arrive": [0] * len(asked["prompts"])}
+
+    def alone(**more: Any) -> dict[str, Any]:
+        """Each request by itself on the same engine."""
+        return {"then": {"alone": apart | more}}
+
     base = {"model": str(folder), "engine": engine, **asked}
+    like_stock = {"options": FP32, "poison": True, "against": "stock/alone"}
     small = engine | SMALL
     drafts = engine | DRAFTS
     if mode == "graphs":  # of one to eight requests with all their drafts
@@ -79,19 +87,19 @@ def jobs(folder: Path, family: str, gpu: bool, excerpt: Any, mode: str) -> list[
     rng = random.Random(3)
     many = 400 if gpu else 40
     soak = {
-        "prompts": [excerpt(rng.randrange(2, 400), i) for i in range(many)],
+        "prompts": [excerpt(rng.randrange(1, 400), i) for i in range(many)],
         "tokens": [rng.randrange(1, 80) for _ in range(many)],
         "arrive": sorted(rng.randrange(3 * many) for _ in range(many)),
     }
     return [
-        base | {"name": "stock", "options": None, **alone},
-        base | {"name": "fp32", "options": FP32, "poison": True, **alone},
-        base | {"name": "drafts", "options": FP32, "engine": drafts, "poison": True},
-        base | {"name": "preempted", "options": FP32, "engine": small, "poison": True},
-        base
-        | {"name": "drafts-preempted", "options": FP32, "engine": drafts | SMALL}
-        | {"poison": True},
-        base | {"name": "rounded", "options": {"recipe": "auto"}, "poison": True, **alone},
+        base | {"name": "stock", "options": None, **alone()},
+        base | like_stock | {"name": "fp32", "against": "stock", **alone(against="fp32")},
+        # prompts of 16, 31 and 46 tokens end in a chunk of one
+        base | like_stock | {"name": "tails", "engine": engine | {THRESHOLD: CHUNK}},
+        base | like_stock | {"name": "drafts", "engine": drafts},
+        base | like_stock | {"name": "preempted", "engine": small},
+        base | like_stock | {"name": "drafts-preempted", "engine": drafts | SMALL},
+        base | {"name": "rounded", "options": {"recipe": "auto"}, "poison": True} | alone(),
         base | {"name": "soak", "options": {"recipe": "auto"}, "engine": small, **soak},
     ]
 
@@ -123,38 +131,55 @@ def service(
     return found
 
 
-def assert_same(found: dict[str, Any], wanted: dict[str, Any], tie: float) -> None:
-    for row, (a, b) in enumerate(zip(found["ids"], wanted["ids"], strict=True)):
-        at = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
-        if at is not None:
-            gap = max(found["gaps"][row][at], wanted["gaps"][row][at])
-            assert gap <= tie, f"request {row} parts at token {at} with a gap of {gap}"
+def most(wanted: dict[str, Any], family: str) -> int:
+    """How often a run may part from ``wanted``: at a share of the tokens that were a tie."""
+    return int(SHARE * sum(gap <= TIE[family] for gaps in wanted["gaps"] for gap in gaps))
 
 
-def test_requests_in_company_are_plain_vllm(service: dict[str, Any], family: str) -> None:
+@pytest.fixture
+def assert_company(assert_same: Any, family: str) -> Any:
+    def check(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+        assert_same(found, wanted, TIE[family], most(wanted, family))
+
+    return check
+
+
+def test_requests_in_company_are_plain_vllm(service: dict[str, Any], assert_company: Any) -> None:
     assert service["fp32"]["layers"] == 2 and service["stock"]["layers"] == 0
-    assert_same(service["fp32"], service["stock"], TIE[family])
+    assert_company(service["fp32"], service["stock"])
 
 
-def test_requests_in_company_are_each_alone(service: dict[str, Any], family: str) -> None:
-    assert_same(service["fp32"], service["fp32"]["alone"], TIE[family])
+def test_requests_in_company_are_each_alone(service: dict[str, Any], assert_company: Any) -> None:
+    assert_company(service["fp32"]["alone"], service["fp32"])
     assert service["fp32"]["alone"]["steps"] > 2 * service["fp32"]["steps"]
 
 
-def test_requests_that_draft_are_plain_vllm(service: dict[str, Any], family: str) -> None:
+def test_chunks_of_one_token_are_plain_vllm(service: dict[str, Any], assert_company: Any) -> None:
+    found = service["tails"]
+    assert_company(found, service["stock"]["alone"])
+    lengths = [len(prompt) for prompt in found["prompts"]]
+    assert min(lengths) == 1
+    tails = sum(n > CHUNK and n % CHUNK == 1 for n in lengths)
+    decoded = sum(len(ids) - 1 for ids in found["ids"])
+    assert tails >= 2 and found["log"]["rows"] >= decoded + tails  # they run as decode rows
+
+
+def test_requests_that_draft_are_plain_vllm(service: dict[str, Any], assert_company: Any) -> None:
     assert service["drafts"]["spec"]["accepted_tokens"] > 0
-    assert_same(service["drafts"], service["stock"]["alone"], TIE[family])
+    assert_company(service["drafts"], service["stock"]["alone"])
 
 
-def test_preempted_requests_are_each_alone(service: dict[str, Any], family: str) -> None:
+def test_preempted_requests_are_each_alone(service: dict[str, Any], assert_company: Any) -> None:
     assert service["preempted"]["preempted"] > 0
-    assert_same(service["preempted"], service["stock"]["alone"], TIE[family])
+    assert_company(service["preempted"], service["stock"]["alone"])
 
 
-def test_preempted_requests_that_draft_are_each_alone(service: dict[str, Any], family: str) -> None:
+def test_preempted_requests_that_draft_are_each_alone(
+    service: dict[str, Any], assert_company: Any
+) -> None:
     found = service["drafts-preempted"]
     assert found["preempted"] > 0 and found["spec"]["accepted_tokens"] > 0
-    assert_same(found, service["stock"]["alone"], TIE[family])
+    assert_company(found, service["stock"]["alone"])
 
 
 def test_a_rounded_request_has_its_tokens_whatever_runs_beside_it(

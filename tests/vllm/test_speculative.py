@@ -22,6 +22,8 @@ TIE = {"mamba2": 0.0, "gdn": 2 * 2.0**-3}
 # noise (KLD of 1e-5), far below the gaps of a coarse state's tokens
 NOISE = {"mamba2": 0.1, "gdn": 2 * 2.0**-3}
 
+SHARE = 0.25  # of the tokens that were a tie, how many may be chosen otherwise
+
 
 def ngram(drafts: int, least: int = 1, most: int = 4) -> dict[str, Any]:
     return {
@@ -50,11 +52,13 @@ def jobs(folder: Path, dtype: str, excerpt: Any) -> list[dict[str, Any]]:
         "tokens": TOKENS,
         "options": FP32,
         "poison": True,
+        "against": "stock",
     }
+    alone = {k: v for k, v in base.items() if k != "against"}
     long = {"prompts": [excerpt(365 + i) for i in range(5)], "tokens": 40}
     small = {"num_gpu_blocks_override": 10, "max_model_len": 1024}
     found = [
-        base | {"name": "stock", "options": None, "tokens": TOKENS + 7, "poison": False},
+        alone | {"name": "stock", "options": None, "tokens": TOKENS + 7, "poison": False},
         base | {"name": "drafts", "engine": engine | ngram(3)},
         base
         | {
@@ -88,10 +92,11 @@ def jobs(folder: Path, dtype: str, excerpt: Any) -> list[dict[str, Any]]:
             | {"max_num_batched_tokens": 16, "long_prefill_token_threshold": 15},
             "arrive": [6 - i for i in range(len(LENGTHS))],
         },
-        base | {"name": "recipe", "options": {"recipe": "auto"}, "poison": False},
+        alone | {"name": "recipe", "options": {"recipe": "auto"}, "poison": False},
         base
-        | {"name": "recipe-drafts", "options": {"recipe": "auto"}, "engine": engine | ngram(3)},
-        base
+        | {"name": "recipe-drafts", "options": {"recipe": "auto"}, "engine": engine | ngram(3)}
+        | {"against": "recipe"},
+        alone
         | {
             "name": "coarse",
             "engine": engine | ngram(3),
@@ -100,16 +105,19 @@ def jobs(folder: Path, dtype: str, excerpt: Any) -> list[dict[str, Any]]:
     ]
     if dtype == "float32":  # attention blocks of the other model are longer than its requests
         found += [
-            base
+            alone
             | long
             | {"name": "long", "engine": engine | {"max_model_len": 1024}, "options": None}
             | {"poison": False},
-            base | long | {"name": "preempted", "engine": engine | small | ngram(3)},
+            base
+            | long
+            | {"name": "preempted", "engine": engine | small | ngram(3), "against": "long"},
             # a request that resumes computes the tokens that it had generated in chunks, too
             base
             | long
             | {
                 "name": "preempted-chunks",
+                "against": "long",
                 "engine": engine
                 | small
                 | ngram(3)
@@ -134,26 +142,27 @@ def found(
     return result
 
 
-def assert_same(found: dict[str, Any], wanted: dict[str, Any], tie: float) -> None:
-    """The tokens of ``wanted``, which may have more, or parting where both saw a small gap."""
-    for row, (a, b) in enumerate(zip(found["ids"], wanted["ids"], strict=True)):
-        at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
-        if at is not None:
-            gap = max(found["gaps"][row][at], wanted["gaps"][row][at])
-            assert gap <= tie, f"request {row} parts at token {at} with a gap of {gap}"
+def near_ties(wanted: dict[str, Any], tie: float) -> int:
+    """How often a run may part from ``wanted``: at a share of the tokens that were a tie."""
+    if tie == 0:
+        return 0
+    return int(SHARE * sum(gap <= tie for gaps in wanted["gaps"] for gap in gaps))
 
 
 @pytest.mark.parametrize("name", ["drafts", "wide", "every-step", "sparse", "chunks", "tails"])
 def test_drafts_on_an_fp32_state_give_the_tokens_of_plain_vllm(
-    found: dict[str, Any], family: str, name: str
+    found: dict[str, Any], family: str, name: str, assert_same: Any
 ) -> None:
     assert found[name]["layers"] == 2
     assert [len(ids) for ids in found[name]["ids"]] == [TOKENS] * len(LENGTHS)
-    assert_same(found[name], found["stock"], TIE[family])
+    assert_same(found[name], found["stock"], TIE[family], near_ties(found["stock"], TIE[family]))
 
 
-def test_a_rounded_state_stays_within_its_noise(found: dict[str, Any], family: str) -> None:
-    assert_same(found["recipe-drafts"], found["recipe"], NOISE[family])
+def test_a_rounded_state_stays_within_its_noise(
+    found: dict[str, Any], family: str, assert_same: Any
+) -> None:
+    most = near_ties(found["recipe"], NOISE[family])
+    assert_same(found["recipe-drafts"], found["recipe"], NOISE[family], most)
     coarse, plain = found["coarse"]["ids"], found["stock"]["ids"]
     assert any(a != b[:TOKENS] for a, b in zip(coarse, plain, strict=True))  # it could fail
 
@@ -187,12 +196,12 @@ def test_drafts_are_accepted_as_the_tokens_say(
         assert found[name]["spec"] == run_worker(asked), name
 
 
-def test_preempted_requests_draft_on(found: dict[str, Any], family: str) -> None:
+def test_preempted_requests_draft_on(found: dict[str, Any], family: str, assert_same: Any) -> None:
     if family == "gdn":
         pytest.skip("needs requests longer than an attention block, which GDN's page makes long")
     for name in ("preempted", "preempted-chunks"):
         assert found[name]["preempted"] > 0 and found[name]["spec"]["accepted_tokens"] > 0, name
-        assert_same(found[name], found["long"], 0.0)
+        assert_same(found[name], found["long"], 0.0, 0)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 A job is a list of scenarios; each makes an engine, feeds it requests step by step, and reports the
 tokens, the top-2 gaps and what the plugin did; ``then`` feeds more of them to the same engine.
+``against`` names the scenario whose tokens they should be: where a request parts from it, the
+engine goes on from that scenario's token, so that what follows a tie is compared too (``parts``).
 ``signatures`` instead reports how our overrides compare with the vLLM that is installed.
 """
 
@@ -9,6 +11,7 @@ import copy
 import gc
 import inspect
 import json
+import logging
 import sys
 import time
 from pathlib import Path
@@ -95,6 +98,48 @@ def drive(llm: Any, scenario: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+ROUNDS = 6
+
+
+def follow(
+    llm: Any, scenario: dict[str, Any], found: dict[str, Any], wanted: dict[str, Any]
+) -> dict[str, Any]:
+    """Where requests part from ``wanted``, which may have more tokens, and whether they end alike.
+
+    parts: [request, place, the larger of both gaps there]; behind each the request is run anew from
+    wanted's tokens up to there. unfollowed: requests that still part after ``ROUNDS`` of that.
+    """
+    parts = []
+    count = [len(ids) for ids in found["ids"]]
+    start = [0] * len(count)
+    seen = {row: (ids, found["gaps"][row]) for row, ids in enumerate(found["ids"])}
+    for turn in range(ROUNDS + 1):
+        again = []
+        for row, (ids, gaps) in seen.items():
+            theirs = wanted["ids"][row][start[row] : count[row]]
+            at = next((i for i, (a, b) in enumerate(zip(ids, theirs, strict=True)) if a != b), None)
+            if at is None:
+                continue
+            place = start[row] + at
+            parts.append([row, place, max(gaps[at], wanted["gaps"][row][place])])
+            start[row] = place + 1
+            if start[row] < count[row]:
+                again.append(row)
+        if not again or turn == ROUNDS:
+            return {"parts": parts, "unfollowed": again}
+        left_out = ("arrive", "seeds", "then")
+        more = {k: v for k, v in scenario.items() if k not in left_out}
+        more["prompts"] = [
+            scenario["prompts"][row] + wanted["ids"][row][: start[row]] for row in again
+        ]
+        more["tokens"] = [count[row] - start[row] for row in again]
+        if scenario.get("seeds"):
+            more["seeds"] = [scenario["seeds"][row] for row in again]
+        result = drive(llm, more)
+        seen = dict(zip(again, zip(result["ids"], result["gaps"], strict=True), strict=True))
+    raise AssertionError
+
+
 def allocated() -> int:
     """Bytes of torch tensors on this process's GPU."""
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
@@ -155,8 +200,11 @@ def watch(log: dict[str, Any]) -> None:
     RowPlanner.decode, SlotCursors.prefill = seen_decode, seen_prefill
 
 
-def run(scenario: dict[str, Any], log: dict[str, Any]) -> dict[str, Any]:
+def run(
+    scenario: dict[str, Any], log: dict[str, Any], earlier: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
     log.clear()
+    said = listen()
     llm = make(scenario)
     layers = layers_of(llm.llm_engine)
     log.clear()
@@ -178,8 +226,27 @@ def run(scenario: dict[str, Any], log: dict[str, Any]) -> dict[str, Any]:
         "log": dict(log),
         "spec": spec_metrics(llm),
         "cache_pages": cache_pages(llm),
+        "said": said,
     }
+    known = earlier | {scenario["name"]: result}
+    for asked, one in [(scenario, result)] + [
+        (scenario | {"against": None} | more, result[name])
+        for name, more in scenario.get("then", {}).items()
+    ]:
+        if asked.get("against"):
+            name, _, part = asked["against"].partition("/")
+            wanted = known[name][part] if part else known[name]
+            one |= follow(llm, asked, one, wanted)
     return result
+
+
+def listen() -> list[str]:
+    """What the plugin says from now on."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("vllm.replayssm_quant").handlers = [handler]
+    return said
 
 
 def cache_pages(llm: Any) -> dict[str, list[int]]:
@@ -409,7 +476,7 @@ def main() -> None:
     results = {}
     for scenario in asked:
         try:
-            results[scenario["name"]] = run(scenario, log)
+            results[scenario["name"]] = run(scenario, log, results)
         except Exception as error:
             results[scenario["name"]] = {"error": f"{type(error).__name__}: {error}"}
         gc.collect()
