@@ -22,7 +22,7 @@ TIE = {"mamba2": 0.0, "gdn": 2 * 2.0**-3}
 # noise (KLD of 1e-5), far below the gaps of a coarse state's tokens
 NOISE = {"mamba2": 0.1, "gdn": 2 * 2.0**-3}
 
-SHARE = 0.25  # of the tokens that were a tie, how many may be chosen otherwise
+SHARE = 0.1  # of the tokens that were a tie, how many may be chosen otherwise
 
 
 def ngram(drafts: int, least: int = 1, most: int = 4) -> dict[str, Any]:
