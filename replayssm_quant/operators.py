@@ -21,6 +21,9 @@ from .config import StateConfig
 from .state.layout import StateLayout, StateViews
 
 NAMESPACE = "replayssm_quant"
+LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+"""Not ``torch.library.custom_op``: what that puts before a call takes longer than the call."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 Given = Mapping[str, Any]
@@ -115,8 +118,10 @@ def operator(
         run.__signature__ = signature  # type: ignore[attr-defined]
         run.__name__ = name = function.__name__
         written = ("pages",) if changes else ()
-        made = torch.library.custom_op(f"{NAMESPACE}::{name}", run, mutates_args=written)
-        made.register_fake(fake)
+        schema = torch.library.infer_schema(run, mutates_args=written)
+        LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
+        LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
         registered = getattr(getattr(torch.ops, NAMESPACE), name).default
 
         @functools.wraps(function)
