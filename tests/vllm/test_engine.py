@@ -256,7 +256,8 @@ def test_tokens_are_those_of_the_transformers_backend(
             parts.append((row, at, max(float(behind[at]), found["gaps"][row][at])))
         near += sum(gap <= tie for gap in found["gaps"][row])
     assert all(gap <= tie for _, _, gap in parts), parts
-    assert len(parts) <= near * SHARE, (len(parts), near)
+    # bf16 outputs of two implementations are rounded apart, so that a tie may well go either way
+    assert len(parts) <= near / 4, (len(parts), near)
     if family == "mamba2":
         assert not parts
 
