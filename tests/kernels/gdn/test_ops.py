@@ -291,7 +291,7 @@ def test_equals_transformers_in_fp32(gdn_case):
 
 @pytest.mark.gpu
 def test_equals_flash_linear_attention_in_fp32(gdn_case):
-    fla = pytest.importorskip("fla.ops.gated_delta_rule")
+    fla = pytest.importorskip("fla.ops.gated_delta_rule", reason="needs the fla extra")
     case = gdn_case(LayerGeometry("gdn", 32, 128, 128, 16), FP32, "rr")
     case.rows.valid.zero_()
     case.write(torch.zeros(2, 32, 128, 128))
@@ -461,7 +461,7 @@ def test_the_naive_rule_of_flash_linear_attention_agrees(gdn_case):
     """fla's torch reference, which needs no GPU; its package's __init__ does."""
     spec = importlib.util.find_spec("fla")
     if spec is None or importlib.util.find_spec("einops") is None:
-        pytest.skip("flash-linear-attention (fla-core) is not installed")
+        pytest.skip("needs the fla extra (flash-linear-attention), which is for GPUs")
     path = spec.submodule_search_locations[0] + "/ops/gated_delta_rule/naive.py"
     one = importlib.util.spec_from_file_location("fla_naive", path)
     naive = importlib.util.module_from_spec(one)
