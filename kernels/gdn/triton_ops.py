@@ -151,6 +151,8 @@ def _in_words(*tensors: torch.Tensor) -> bool:
     )
 
 
+# compiled code calls the operators of ``ops``; a direct call stays out of its graph
+@torch.compiler.disable
 def _run(
     out: torch.Tensor,
     views: StateViews,

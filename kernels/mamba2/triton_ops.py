@@ -165,6 +165,8 @@ def decode_step(
     return y
 
 
+# compiled code calls the operators of ``ops``; a direct call stays out of its graph
+@torch.compiler.disable
 def _run(
     y: torch.Tensor,
     views: StateViews,
