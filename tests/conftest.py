@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 import inspect
 import os
 import sys
@@ -81,7 +82,7 @@ def _set_the_interpreter_up() -> None:
     interpreter.interpreter_builder.options = options
 
 
-if not HAS_CUDA:
+if not HAS_CUDA and importlib.util.find_spec("triton") is not None:
     _set_the_interpreter_up()
 
 
