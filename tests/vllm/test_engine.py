@@ -70,9 +70,9 @@ def add_common(s: Scenarios, excerpt: Any) -> None:
     prompts = [excerpt(45, 7), excerpt(40, 8)]
     s.add("chunks-stock", None, chunks, prompts=prompts)
     stock = {"prompts": prompts, "against": "chunks-stock"}
-    s.add("chunks", FP32, chunks, poison=True, **stock)
-    s.add("chunks-L2", FP32 | {"buffer_len": 2}, chunks, **stock)
     at_once = {"stagger": False}  # as transformers' backend flushes
+    s.add("chunks", FP32 | at_once, chunks, poison=True, **stock)
+    s.add("chunks-L2", FP32 | at_once | {"buffer_len": 2}, chunks, **stock)
     s.add("published", {"update_dtype": "fp16", "rounding": "rn"} | at_once, poison=True)
     s.add("recipe", {"recipe": "auto"} | at_once, poison=True)
     s.add("coarse", {"update_dtype": "nvfp4", "buffer_len": 1, "rounding": "rn"})
