@@ -369,9 +369,9 @@ def call(
     impl: str | None = None,
     plain: bool = False,
 ) -> torch.Tensor:
-    """The public operation on these inputs; ``plain`` leaves out D and the bias of dt.
+    """The public operation on these inputs; GDN's packed, as vLLM's baseline takes them.
 
-    Triton's GDN step takes packed inputs where there are some, as vLLM's baseline does.
+    ``plain`` leaves out D and the bias of dt, and takes q, k, v, g and beta instead of packed ones.
     """
     i = inputs
     if kind == "mamba2":
@@ -390,11 +390,11 @@ def call(
             layer=layer,
             impl=impl,
         )
-    if (module := ops._triton("gdn", views.ckpt, impl)) is not None:
-        return module.decode_packed(
-            views, config, rows, i.mixed_qkv, i.a, i.b, i.A_log, i.dt_bias, layer=layer
-        )
-    return ops.gdn_decode(views, config, rows, i.q, i.k, i.v, i.g, i.beta, layer=layer, impl=impl)
+    if plain:
+        apart = (i.q, i.k, i.v, i.g, i.beta)
+        return ops.gdn_decode(views, config, rows, *apart, layer=layer, impl=impl)
+    packed = (i.mixed_qkv, i.a, i.b, i.A_log, i.dt_bias)
+    return ops.gdn_decode_packed(views, config, rows, *packed, layer=layer, impl=impl)
 
 
 def exact_call(

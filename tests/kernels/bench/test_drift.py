@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from replayssm_quant.config import StateConfig
 from replayssm_quant.kernels.bench import drift
 from replayssm_quant.kernels.bench.run import provenance
 from replayssm_quant.state.geometry import LayerGeometry
 
 CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "gdn"])
@@ -37,6 +39,20 @@ def test_errors_of_exact_and_rounded_states(kind: str) -> None:
     assert found["P8+4-sr-rot"]["output_readout"]["all"] < split["output_readout"]["all"] / 4
     text = drift.table([{**r, **provenance()} for r in rows])
     assert f"## {kind}: checkpoint" in text and text.count("| P8+4-sr-rot |") == 3
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "gdn"])
+def test_kernels_take_the_steps(kind: str) -> None:
+    pytest.importorskip("triton")
+    signals = drift.Signals(LayerGeometry(kind, 4, 8, 32, 2), 1, 5, DEVICE, torch.float32)
+    signals.next_chunk()
+    config = StateConfig.from_flags("fp32", buffer_len=2)
+    ours, wanted = (drift.Split(config, signals, impl) for impl in ("triton", "reference"))
+    for t in range(3):
+        for split in (ours, wanted):
+            split.step(t)
+    torch.testing.assert_close(ours.y[:3], wanted.y[:3], rtol=1e-4, atol=1e-6)
+    assert ours.y[:3].any()
 
 
 def test_positions_are_whole_chunks() -> None:
