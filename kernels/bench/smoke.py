@@ -16,7 +16,6 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 
@@ -27,7 +26,7 @@ from ...state.geometry import LayerGeometry
 from . import tune
 from .registry import DESIGNS, OPS, Problem, random_state
 from .verify import OPS as VERIFY
-from .verify import VerifyProblem
+from .verify import Step, VerifyProblem
 
 GEOMETRIES = {
     "mamba2_decode": (
@@ -100,23 +99,11 @@ def verify(
     many = module.launch_for(256)
     for launch in (module.launch_for(5), many, dataclasses.replace(many, fused=0, beside=1)):
         for control in (rows, tree):
-            _verify(module, problem, control, launch)
+            problem.verify(Step(control, problem.inputs[0], 0.0), launch=launch)
             ops.compact(problem.views, control, path, impl="triton")
     if device.type == "cuda":
         torch.cuda.synchronize()
     return problem
-
-
-def _verify(module: Any, problem: VerifyProblem, rows: VerifyRows, launch: Any) -> torch.Tensor:
-    i, where = problem.inputs[0], {"layer": problem.layer, "launch": launch}
-    if problem.op.kind == "gdn":
-        return module.verify_packed(
-            problem.views, problem.config, rows, i.mixed_qkv, i.a, i.b, i.A_log, i.dt_bias, **where
-        )
-    return module.verify_step(
-        problem.views, problem.config, rows, i.x, i.dt, i.A, i.B, i.C,
-        D=i.D, dt_bias=i.dt_bias, dt_softplus=True, **where,
-    )  # fmt: skip
 
 
 def _ahead(cases: list[tuple[str, str]]) -> int:

@@ -141,23 +141,24 @@ class VerifyProblem(Problem):
             out.append(Step(rows, self.inputs[i % len(self.inputs)], nbytes))
         return out
 
-    def verify(self, step: Step, impl: str | None = None) -> torch.Tensor:
-        """One launch of our kernels (``impl`` as in ``ops``); updates the pool."""
-        i = step.inputs
-        if self.op.kind == "gdn" and impl != "reference":
-            from ..gdn.verify import verify_packed
+    def verify(self, step: Step, impl: str | None = None, launch: Any = None) -> torch.Tensor:
+        """One launch of our kernels (``impl`` as in ``ops``); updates the pool.
 
-            return verify_packed(
-                self.views, self.config, step.rows, i.mixed_qkv, i.a, i.b, i.A_log, i.dt_bias,
-                layer=self.layer,
-            )  # fmt: skip
-        where = {"layer": self.layer, "impl": impl}
-        if self.op.kind == "gdn":
-            inputs = (i.q, i.k, i.v, i.g, i.beta)
-            return ops.gdn_verify(self.views, self.config, step.rows, *inputs, **where)
-        return ops.mamba2_verify(
+        launch: a LaunchConfig of the family's verify step, under which Triton's kernels run.
+        """
+        gdn, i = self.op.kind == "gdn", step.inputs
+        call: Callable[..., torch.Tensor] = ops.gdn_verify_packed if gdn else ops.mamba2_verify
+        how: dict[str, Any] = {"layer": self.layer, "impl": impl}
+        if launch is not None:
+            kernels = importlib.import_module(f"..{self.op.kind}.verify", __package__)
+            call = kernels.verify_packed if gdn else kernels.verify_step
+            how = {"layer": self.layer, "launch": launch}
+        if gdn:
+            packed = (i.mixed_qkv, i.a, i.b, i.A_log, i.dt_bias)
+            return call(self.views, self.config, step.rows, *packed, **how)
+        return call(
             self.views, self.config, step.rows, i.x, i.dt, i.A, i.B, i.C,
-            D=i.D, dt_bias=i.dt_bias, dt_softplus=True, **where,
+            D=i.D, dt_bias=i.dt_bias, dt_softplus=True, **how,
         )  # fmt: skip
 
     def exact(self, views: StateViews, rows: VerifyRows, inputs: Inputs) -> torch.Tensor:
