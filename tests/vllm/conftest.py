@@ -78,6 +78,10 @@ def run_worker(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> An
     return run
 
 
+SHARE = 0.1
+"""Of the tokens that were a tie, how many may be chosen otherwise; seen are 2 of 132."""
+
+
 def _whole(share: list[dict[str, Any]], job: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A share of the scenarios, each behind the one that it is compared with."""
     known = {scenario["name"]: scenario for scenario in job}
@@ -92,13 +96,13 @@ def _whole(share: list[dict[str, Any]], job: list[dict[str, Any]]) -> list[dict[
 
 @pytest.fixture(scope="session")
 def assert_same() -> Any:
-    """assert_same(found, wanted, tie, most): token for token, or parting where both runs saw a gap
-    of at most ``tie``, at most ``most`` times.
+    """assert_same(found, wanted, tie): token for token, or parting where both runs saw a gap of at
+    most ``tie``, at most at ``SHARE`` of the tokens that were such a tie (of 0: nowhere).
 
     found was run ``against`` wanted, so that what follows a tie has been compared as well.
     """
 
-    def check(found: dict[str, Any], wanted: dict[str, Any], tie: float, most: int) -> None:
+    def check(found: dict[str, Any], wanted: dict[str, Any], tie: float) -> None:
         assert "error" not in found, found
         differ = {
             row
@@ -108,7 +112,8 @@ def assert_same() -> Any:
         assert differ == {row for row, _, _ in found["parts"]}
         wide = [part for part in found["parts"] if part[2] > tie]
         assert not wide, f"[request, token, gap] beyond {tie}: {wide}"
-        assert len(found["parts"]) <= most, found["parts"]
+        ties = sum(gap <= tie for gaps in wanted["gaps"] for gap in gaps) if tie else 0
+        assert len(found["parts"]) <= int(SHARE * ties), found["parts"]
         assert not found["unfollowed"]
 
     return check

@@ -22,8 +22,6 @@ TIE = {"mamba2": 0.0, "gdn": 2 * 2.0**-3}
 # noise (KLD of 1e-5), far below the gaps of a coarse state's tokens
 NOISE = {"mamba2": 0.1, "gdn": 2 * 2.0**-3}
 
-SHARE = 0.1  # of the tokens that were a tie, how many may be chosen otherwise
-
 
 def ngram(drafts: int, least: int = 1, most: int = 4) -> dict[str, Any]:
     return {
@@ -142,27 +140,19 @@ def found(
     return result
 
 
-def near_ties(wanted: dict[str, Any], tie: float) -> int:
-    """How often a run may part from ``wanted``: at a share of the tokens that were a tie."""
-    if tie == 0:
-        return 0
-    return int(SHARE * sum(gap <= tie for gaps in wanted["gaps"] for gap in gaps))
-
-
 @pytest.mark.parametrize("name", ["drafts", "wide", "every-step", "sparse", "chunks", "tails"])
 def test_drafts_on_an_fp32_state_give_the_tokens_of_plain_vllm(
     found: dict[str, Any], family: str, name: str, assert_same: Any
 ) -> None:
     assert found[name]["layers"] == 2
     assert [len(ids) for ids in found[name]["ids"]] == [TOKENS] * len(LENGTHS)
-    assert_same(found[name], found["stock"], TIE[family], near_ties(found["stock"], TIE[family]))
+    assert_same(found[name], found["stock"], TIE[family])
 
 
 def test_a_rounded_state_stays_within_its_noise(
     found: dict[str, Any], family: str, assert_same: Any
 ) -> None:
-    most = near_ties(found["recipe"], NOISE[family])
-    assert_same(found["recipe-drafts"], found["recipe"], NOISE[family], most)
+    assert_same(found["recipe-drafts"], found["recipe"], NOISE[family])
     coarse, plain = found["coarse"]["ids"], found["stock"]["ids"]
     assert any(a != b[:TOKENS] for a, b in zip(coarse, plain, strict=True))  # it could fail
 
@@ -201,7 +191,7 @@ def test_preempted_requests_draft_on(found: dict[str, Any], family: str, assert_
         pytest.skip("needs requests longer than an attention block, which GDN's page makes long")
     for name in ("preempted", "preempted-chunks"):
         assert found[name]["preempted"] > 0 and found[name]["spec"]["accepted_tokens"] > 0, name
-        assert_same(found[name], found["long"], 0.0, 0)
+        assert_same(found[name], found["long"], 0.0)
 
 
 @pytest.fixture(scope="module")
