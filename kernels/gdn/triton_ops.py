@@ -43,7 +43,8 @@ class LaunchConfig:
 
     rows: of a readout block; blocks: of a program; ahead: 1 to load the next block while one is
     worked on; warps: of a readout program without matrix units; registers: of one, at most.
-    prepare_registers: of a program that prepares reads, at most.
+    prepare_registers: of a program that prepares reads from whole words (windows of 16, d_state 128),
+    at most; others need more.
 
     window: warps of a program that prepares flushes (1, 2 or 4: several hold fewer registers each).
     flush: programs that flush for each multiprocessor; flush_registers: of one, at most; beside: 1
@@ -73,7 +74,7 @@ WINDOW_WARPS = 16
 """Warps that prepare flushes, for each multiprocessor."""
 
 _ONE = LaunchConfig(32, single=1)
-_MANY = {"flush": 12, "flush_registers": 168, "beside": 1}
+_MANY = {"flush": 12, "flush_registers": 168, "beside": 1, "prepare_registers": 64}
 _WIDE = LaunchConfig(64, warps=4, **_MANY)
 LAUNCH: dict[int, tuple[tuple[int, LaunchConfig], ...]] = {
     4: ((1, _ONE), (12, LaunchConfig(64, **_MANY))),
@@ -293,7 +294,7 @@ def _run(
     prepare_kernel[(batch, hk)](
         VP=triton.next_power_of_2(width), PERP=per_padded, OUTPUT=plane_sizes["OUTPUT"],
         MATRIX=matrix, WORDS=words, EARLY=start, num_warps=1, num_stages=1, **inputs,
-        **reading, **register_limit(launch.prepare_registers),
+        **reading, **register_limit(launch.prepare_registers if words else 255),
     )  # fmt: skip
     blocks = launch.blocks * launch.rows // block
     given = {name: value for name, value in reading.items() if name != "scratch_ptr"}
