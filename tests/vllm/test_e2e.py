@@ -300,7 +300,7 @@ def test_a_wave_waits_for_its_turn(python: str, tmp_path: Path) -> None:
     timer.start()
     assert e2e.main(args) == 0 and turn.exists()
     turn.unlink()
-    assert e2e.main([*args, "--seconds", "2"]) == 1
+    assert e2e.main([*args, "--seconds", "8"]) == 1
     (row,) = json.loads(out.read_text())
     assert row["error"] == "ran out of time, up"
 
