@@ -1,4 +1,7 @@
-"""Engines run in the interpreter that VLLM_PYTHON names; without it those tests are skipped."""
+"""Engines run in the interpreter that VLLM_PYTHON names; without it those tests are skipped.
+
+VLLM_REPORT, if set, is a folder for what each engine did: one JSON file a job, without tokens.
+"""
 
 import json
 import os
@@ -10,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from replayssm_quant.backends.vllm.generate import environment, plugin_site
+from replayssm_quant.backends.vllm.generate import environment, plugin_site, probe
 from replayssm_quant.models import shipped
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -20,6 +23,13 @@ CPU = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "HF_HUB_OFFLINE": "1",
 }
+GPU = {  # engines of small models that share one GPU
+    "gpu_memory_utilization": 0.02,
+    "kv_cache_memory_bytes": 2**28,
+    "additional_config": {"gdn_prefill_backend": "triton"},
+}
+COMPILED = {"cudagraph_capture_sizes": [1, 2, 4, 8]}
+"""Of engines that compile and capture as vLLM does by default, for few requests."""
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +46,34 @@ def cpu_environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def run_worker(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def gpu(vllm_python: str) -> bool:
+    """Whether vLLM's build has a GPU."""
+    return " CPU (" not in probe(vllm_python)["hardware"]
+
+
+@pytest.fixture(scope="session")
+def as_served(gpu: bool) -> Any:
+    """as_served(engine, tokens=1) -> engine: eager on a CPU; on a GPU as vLLM compiles and captures
+    it by default, for steps of one to eight requests with ``tokens`` tokens each."""
+
+    def change(engine: dict[str, Any], tokens: int = 1) -> dict[str, Any]:
+        if not gpu:
+            return engine | {"enforce_eager": True}
+        sizes = [tokens * n for n in COMPILED["cudagraph_capture_sizes"]]
+        return engine | {"compilation_config": {"cudagraph_capture_sizes": sizes}}
+
+    return change
+
+
+def on_a_gpu(job: Any) -> Any:
+    """The job with engines that leave room to others on the GPU."""
+    if isinstance(job, list):
+        return [on_a_gpu(scenario) for scenario in job]
+    return job | {"engine": GPU | job["engine"]} if "engine" in job else job
+
+
+@pytest.fixture(scope="session")
+def run_worker(vllm_python: str, gpu: bool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """run_worker(job) -> result: scenarios (a list), or ``"signatures"``.
 
     VLLM_WORKERS: processes that share a list of scenarios (default one; an engine of a shipped
@@ -47,7 +84,16 @@ def run_worker(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> An
     workers = int(os.environ.get("VLLM_WORKERS", "1"))
 
     def run(job: Any, **env: str) -> Any:
-        if isinstance(job, str) or workers < 2:
+        if gpu and not isinstance(job, str):
+            job = on_a_gpu(job)
+        if not isinstance(job, list):
+            return run_one(job, "", env)
+        found = share(job, env)
+        report(job, found)
+        return found
+
+    def share(job: Any, env: dict[str, str]) -> Any:
+        if workers < 2:
             return run_one(job, "", env)
         shares = [_whole(job[i::workers], job) for i in range(min(workers, len(job)))]
         names = [f"-{i}" for i in range(len(shares))]
@@ -76,6 +122,31 @@ def run_worker(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> An
         return json.loads(out.read_text())
 
     return run
+
+
+def report(job: list[dict[str, Any]], found: dict[str, Any]) -> None:
+    """Write what the engines of a job did into the folder VLLM_REPORT, if that is set."""
+    if not (name := os.environ.get("VLLM_REPORT")):
+        return
+    kept = ("steps", "seconds", "preempted", "runner", "layers", "parts", "unfollowed", "spec")
+    rows = {}
+    for scenario in job:
+        asked = {scenario["name"]: (scenario, found[scenario["name"]])}
+        for part, more in scenario.get("then", {}).items():
+            asked[f"{scenario['name']}/{part}"] = (more, asked[scenario["name"]][1].get(part, {}))
+        for label, (request, result) in asked.items():
+            row = {k: result[k] for k in ("error", "memory", *kept) if k in result}
+            row |= {"requests": len(result.get("ids", [])), "against": request.get("against")}
+            row |= {"tokens": sum(map(len, result.get("ids", [])))}
+            row |= {k: v for k, v in result.get("log", {}).items() if isinstance(v, int)}
+            rows[label] = row
+    model = Path(job[0]["model"]).name
+    folder = Path(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    where = os.environ.get("PYTEST_CURRENT_TEST", "").replace("/", "_").replace("::", "-")
+    path = folder / f"{where.split(' ')[0]}-{model}-{os.getpid()}.json"
+    path.with_suffix(".part").write_text(json.dumps(rows, indent=1))
+    path.with_suffix(".part").replace(path)
 
 
 SHARE = 0.1

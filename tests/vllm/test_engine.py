@@ -2,7 +2,8 @@
 
 On a CPU vLLM computes Mamba-2 models in fp32, where equal means token for token. Its Gated DeltaNet
 kernels are bf16: there two runs may part where vLLM's own choice was a tie, within the rounding of
-the logits.
+the logits. So may fp32 runs on a GPU, whose matrix products sum in an order that depends on the
+batch. There engines compile and capture as they do by default, where a CPU runs them eagerly.
 """
 
 import json
@@ -24,6 +25,7 @@ SHIPPED = [("nemotron_h", "float32"), ("qwen3_5_text", "bfloat16")]
 # logits of these models stay below 32, where a bf16 step is 2**-3; a log-probability moves by the
 # rounding of two logits
 BF16_TIE = 2 * 2.0**-3
+FP32_TIE = 2e-3  # how far fp32 logits move on a GPU with the size of the batch
 
 
 def first_difference(a: list[int], b: list[int]) -> int | None:
@@ -31,15 +33,17 @@ def first_difference(a: list[int], b: list[int]) -> int | None:
 
 
 class Scenarios:
-    def __init__(self, model: Path, dtype: str, prompts: list[list[int]]):
+    def __init__(
+        self, model: Path, dtype: str, prompts: list[list[int]], how: dict[str, Any] | None = None
+    ):
+        """how: more of the engine; eager without it."""
         self.model, self.prompts, self.jobs = model, prompts, []
         self.engine = {
             "skip_tokenizer_init": True,
-            "enforce_eager": True,
             "max_model_len": 512,
             "max_num_seqs": 8,
             "dtype": dtype,
-        }
+        } | (how or {"enforce_eager": True})
 
     def add(self, name: str, options: dict | None, engine: dict | None = None, **more: Any) -> None:
         base = {"name": name, "model": str(self.model), "options": options, "tokens": 40}
@@ -70,8 +74,11 @@ def add_common(s: Scenarios, excerpt: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def mamba2(run_worker: Any, tiny_models: dict[str, Path], excerpt: Any) -> dict[str, Any]:
-    s = Scenarios(tiny_models["nemotron_h"], "float32", [excerpt(n) for n in LENGTHS])
+def mamba2(
+    run_worker: Any, tiny_models: dict[str, Path], excerpt: Any, as_served: Any
+) -> dict[str, Any]:
+    prompts = [excerpt(n) for n in LENGTHS]
+    s = Scenarios(tiny_models["nemotron_h"], "float32", prompts, as_served({}))
     add_common(s, excerpt)
     # a cache of nine blocks: three requests fit, and not once they outgrow their attention block
     small = {"num_gpu_blocks_override": 10, "max_model_len": 1024}
@@ -86,8 +93,11 @@ def mamba2(run_worker: Any, tiny_models: dict[str, Path], excerpt: Any) -> dict[
 
 
 @pytest.fixture(scope="module")
-def gdn(run_worker: Any, tiny_models: dict[str, Path], excerpt: Any) -> dict[str, Any]:
-    s = Scenarios(tiny_models["qwen3_5_text"], "bfloat16", [excerpt(n) for n in LENGTHS])
+def gdn(
+    run_worker: Any, tiny_models: dict[str, Path], excerpt: Any, as_served: Any
+) -> dict[str, Any]:
+    prompts = [excerpt(n) for n in LENGTHS]
+    s = Scenarios(tiny_models["qwen3_5_text"], "bfloat16", prompts, as_served({}))
     add_common(s, excerpt)
     return run_worker(s.jobs)
 
@@ -105,9 +115,9 @@ EQUAL = [
 
 @pytest.mark.parametrize(("name", "wanted"), [*EQUAL, ("preempted", "long-stock")])
 def test_mamba2_on_an_fp32_state_is_plain_vllm(
-    mamba2: dict, name: str, wanted: str, assert_same: Any
+    mamba2: dict, name: str, wanted: str, assert_same: Any, gpu: bool
 ) -> None:
-    assert_same(mamba2[name], mamba2[wanted], 0.0)
+    assert_same(mamba2[name], mamba2[wanted], FP32_TIE if gpu else 0.0)
 
 
 @pytest.mark.parametrize(("name", "wanted"), EQUAL)
@@ -129,15 +139,17 @@ def test_scenarios_did_what_they_are_for(family: str, request: pytest.FixtureReq
     assert found["fp32-L1"]["log"]["flushes"] == log["rows"]
     assert found["chunks"]["log"]["folded"] > 0
     assert len(set(found["alone"]["log"]["slots"])) < len(LENGTHS)  # a slot was used again
-    # the V1 runner shows no request: keys belong to slots, each tenant's its own
-    assert log["keys"] == [request_key(0, slot) for slot in log["slots"]]
     alone = found["alone"]["log"]
     turns = [alone["slots"][:i].count(slot) for i, slot in enumerate(alone["slots"])]
     assert max(turns) > 0
-    assert alone["keys"] == [
-        int(slot_keys(0, slot + 1, "cpu", turn)[slot])
-        for slot, turn in zip(alone["slots"], turns, strict=True)
-    ]
+    if found["fp32"]["runner"] == "v1":  # shows no request: keys belong to slots, one a tenant
+        assert log["keys"] == [request_key(0, slot) for slot in log["slots"]]
+        assert alone["keys"] == [
+            int(slot_keys(0, slot + 1, "cpu", turn)[slot])
+            for slot, turn in zip(alone["slots"], turns, strict=True)
+        ]
+    else:
+        assert log["keys"] == alone["keys"] and len(set(log["keys"])) == len(LENGTHS)
     # the checks above can fail: a coarse state gives other tokens
     coarse, stock = found["coarse"]["ids"], found["stock"]["ids"]
     assert any(first_difference(a, b) is not None for a, b in zip(coarse, stock, strict=True))
@@ -157,7 +169,7 @@ def test_a_pipeline_rank_without_such_layers_has_pages_of_the_same_size(
 
 
 def test_prefix_caching_is_turned_off_where_nobody_asked_for_it(
-    mamba2: dict, assert_same: Any
+    mamba2: dict, assert_same: Any, gpu: bool
 ) -> None:
     """With plain vLLM, which leaves it on, as the proof that the option is unset."""
     assert mamba2["caching-stock"]["prefix_caching"] is True
@@ -167,7 +179,7 @@ def test_prefix_caching_is_turned_off_where_nobody_asked_for_it(
     assert [line for line in found["said"] if "prefix caching" in line] == [
         "replayssm_quant turned prefix caching off, which split states do not support"
     ]
-    assert_same(found, mamba2["stock"], 0.0)
+    assert_same(found, mamba2["stock"], FP32_TIE if gpu else 0.0)
 
 
 def test_requests_were_preempted(mamba2: dict) -> None:
@@ -189,20 +201,23 @@ class Forced:
 @pytest.fixture
 def torch_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have transformers prefill GDN in torch: where it is installed it takes FLA, which needs a
-    GPU."""
+    GPU, and the models of this module are on the CPU."""
     from transformers.models.qwen3_5 import modeling_qwen3_5 as module
 
     name = "torch_chunk_gated_delta_rule"
     chosen = getattr(module, name)
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(module, name, getattr(chosen, "__wrapped__", chosen))
+    monkeypatch.setattr(module, name, getattr(chosen, "__wrapped__", chosen))
 
 
 @pytest.mark.usefixtures("torch_prefill")
 @pytest.mark.parametrize("family", ["mamba2", "gdn"])
 @pytest.mark.parametrize("name", ["fp32", "published", "recipe"])
 def test_tokens_are_those_of_the_transformers_backend(
-    family: str, name: str, request: pytest.FixtureRequest, tiny_models: dict[str, Path]
+    family: str,
+    name: str,
+    request: pytest.FixtureRequest,
+    tiny_models: dict[str, Path],
+    gpu: bool,
 ) -> None:
     """The other backend is given vLLM's tokens one by one, so that every one of them is compared
     on a state that has seen the same ones, also behind a tie."""
@@ -214,6 +229,8 @@ def test_tokens_are_those_of_the_transformers_backend(
     from replayssm_quant.state.geometry import read_geometry
 
     found = request.getfixturevalue(family)[name]
+    if name == "recipe" and found["runner"] != "v1":
+        pytest.skip("needs VLLM_USE_V2_MODEL_RUNNER=0, under which random keys belong to slots")
     folder = tiny_models["nemotron_h" if family == "mamba2" else "qwen3_5_text"]
     dtype = torch.float32 if family == "mamba2" else torch.bfloat16
     hf = AutoConfig.from_pretrained(folder)
@@ -251,7 +268,7 @@ def test_tokens_are_those_of_the_transformers_backend(
     assert all(gap <= tie for _, _, gap in parts), parts
     # bf16 outputs of two implementations are rounded apart, so that a tie may well go either way
     assert len(parts) <= near / 4, (len(parts), near)
-    if family == "mamba2":
+    if family == "mamba2" and not gpu:
         assert not parts
 
 
@@ -460,11 +477,11 @@ def families(run_worker: Any, tmp_path_factory: pytest.TempPathFactory, excerpt:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_other_families_on_an_fp32_state_are_plain_vllm(
-    families: dict, name: str, assert_same: Any
+    families: dict, name: str, assert_same: Any, gpu: bool
 ) -> None:
     assert families[name].get("layers", 0) > 0, families[name]
     stock = families[name + "-stock"]
-    tie = BF16_TIE if name in GDN else 0.0
+    tie = BF16_TIE if name in GDN else FP32_TIE if gpu else 0.0
     assert_same(families[name], stock, tie)
     drafts = families[name + "-drafts"]
     assert_same(drafts, stock, tie)
@@ -473,9 +490,9 @@ def test_other_families_on_an_fp32_state_are_plain_vllm(
 
 @pytest.mark.parametrize(("model", "dtype"), SHIPPED)
 def test_an_unused_plugin_changes_no_token(
-    model: str, dtype: str, run_worker: Any, tiny_models: dict, excerpt: Any
+    model: str, dtype: str, run_worker: Any, tiny_models: dict, excerpt: Any, as_served: Any
 ) -> None:
-    s = Scenarios(tiny_models[model], dtype, [excerpt(n) for n in LENGTHS])
+    s = Scenarios(tiny_models[model], dtype, [excerpt(n) for n in LENGTHS], as_served({}))
     s.add("plain", None)
     found = run_worker(s.jobs)["plain"]
     without = run_worker(s.jobs, VLLM_PLUGINS="none")["plain"]
