@@ -814,7 +814,9 @@ does that in another process. *As served* is vLLM's own host, untouched. Where t
 than the GPU, a step shows the host. *stagger* spreads the flushes of requests that start together
 over the steps of a window, as the plugin does unless it is told otherwise; in other arms of the
 lean host they all flush at once. Which engines are up together, and in which order they are timed,
-is in [e2e-h200.txt](e2e-h200.txt) since d7701f4.
+is in [e2e-h200.txt](e2e-h200.txt) since d7701f4. At 47fd9ad engines of both models ran at the same
+time, on a GPU each of one host. Steps below batch 64 are the host's: engines that run the same code
+differ by up to 2 ms there, so those tables say that nothing is lost or won, and no more.
 
 Published for ReplaySSM with an fp32 state, beside plain vLLM on an H100 and for these geometries:
 Nano-4B 1.47 times the tokens at batch 256 and 1.52 at 512 (vLLM pull request 48018), Qwen3.5-4B
