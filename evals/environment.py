@@ -54,13 +54,15 @@ def hardware(device: str) -> tuple[str, int]:
 def describe(device: str, threads: int | None = None) -> Environment:
     """The record of this process; ``threads`` overrides what torch says (worker processes).
 
-    ``REPLAYSSM_COMMIT`` names the commit where the sources lie outside git.
+    ``REPLAYSSM_COMMIT`` names the commit where the sources lie outside git, or in a copy of it that
+    is not whole; git is not asked then.
     """
-    status = _git("status", "--porcelain", "--untracked-files=no")
+    named = os.environ.get("REPLAYSSM_COMMIT")
+    status = None if named else _git("status", "--porcelain", "--untracked-files=no")
     name, found = hardware(device)
     return Environment(
         toolkit=replayssm_quant.__version__,
-        commit=os.environ.get("REPLAYSSM_COMMIT") or _git("rev-parse", "HEAD"),
+        commit=named or _git("rev-parse", "HEAD"),
         dirty=None if status is None else bool(status),
         python=platform.python_version(),
         packages=versions(),

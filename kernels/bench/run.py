@@ -304,10 +304,12 @@ def _package(name: str) -> str | None:
 def provenance(vllm: str | None = None) -> dict[str, Any]:
     """GPU, versions, commit and date, as every result row carries them.
 
-    ``REPLAYSSM_COMMIT`` names the commit where the sources lie outside git.
+    ``REPLAYSSM_COMMIT`` names the commit where the sources lie outside git, or in a copy of it that
+    is not whole; git is not asked then.
     """
-    status = _git("status", "--porcelain", "--untracked-files=no")
-    commit = os.environ.get("REPLAYSSM_COMMIT") or _git("rev-parse", "HEAD")
+    named = os.environ.get("REPLAYSSM_COMMIT")
+    status = None if named else _git("status", "--porcelain", "--untracked-files=no")
+    commit = named or _git("rev-parse", "HEAD")
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {
         "gpu": gpu,
