@@ -75,14 +75,18 @@ def add_common(s: Scenarios, excerpt: Any) -> None:
 
 @pytest.fixture(scope="module")
 def mamba2(
-    run_worker: Any, tiny_models: dict[str, Path], excerpt: Any, as_served: Any
+    run_worker: Any,
+    tiny_models: dict[str, Path],
+    excerpt: Any,
+    as_served: Any,
+    attention_block: dict[str, int],
 ) -> dict[str, Any]:
     prompts = [excerpt(n) for n in LENGTHS]
     s = Scenarios(tiny_models["nemotron_h"], "float32", prompts, as_served({}))
     add_common(s, excerpt)
     # a cache of nine blocks: three requests fit, and not once they outgrow their attention block
     small = {"num_gpu_blocks_override": 10, "max_model_len": 1024}
-    long = [excerpt(365 + i) for i in range(5)]
+    long = [excerpt(attention_block["mamba2"] - 19 + i) for i in range(5)]
     s.add("long-stock", None, {"max_model_len": 1024}, prompts=long, alone=True)
     s.add("preempted", FP32, small, prompts=long, poison=True, against="long-stock")
     # an engine whose user says nothing of prefix caching
@@ -502,5 +506,5 @@ def test_an_unused_plugin_changes_no_token(
 def test_overrides_fit_the_installed_vllm(run_worker: Any) -> None:
     found = run_worker("signatures")
     assert found["problems"] == [] and found["checked"] >= 20
-    assert len(found["marks"]) == 4 and set(found["marks"].values()) == {1}
+    assert len(found["marks"]) == 5 and set(found["marks"].values()) == {1}
     assert found["imported"] == []  # by registering, twice

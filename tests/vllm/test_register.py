@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from replayssm_quant.backends.vllm import imports, plugin
@@ -22,6 +23,8 @@ FILES = {
     "def init_logger(name): return Logger()",
     "engine.arg_utils": "class EngineArgs:\n"
     "    def _set_default_chunked_prefill_and_prefix_caching_args(self): return 1",
+    "v1.worker.gpu_model_runner": "class GPUModelRunner:\n"
+    "    def _determine_batch_execution_and_padding(self, num_tokens, num_reqs): return 1",
     "model_executor.models.registry": "class ModelRegistry:\n"
     "    models = {{}}\n"
     "    calls = []\n"
@@ -40,7 +43,7 @@ FILES = {
     "    def __init__(self): pass\n"
     "    def _update_after_schedule(self, output): pass",
 }
-SCHEDULER = "v1.core.sched.scheduler"
+SCHEDULER, RUNNER = "v1.core.sched.scheduler", "v1.worker.gpu_model_runner"
 
 
 @pytest.fixture
@@ -79,7 +82,9 @@ def patched() -> dict[str, bool]:
     """Whether each function that the table names carries our mark, its module imported now."""
     scheduler = module(SCHEDULER).Scheduler
     arguments = module("engine.arg_utils").EngineArgs
+    runner = module(RUNNER).GPUModelRunner
     return {
+        "graphs": MARK in vars(runner._determine_batch_execution_and_padding),
         "init": MARK in vars(scheduler.__init__),
         "step": MARK in vars(scheduler._update_after_schedule),
         "arguments": MARK in vars(arguments._set_default_chunked_prefill_and_prefix_caching_args),
@@ -138,7 +143,7 @@ def test_registering_twice_doubles_nothing(stand_in: Callable[..., None], early:
 def test_another_version_gets_the_check_alone(stand_in: Callable[..., None]) -> None:
     stand_in((0, 34, 0))
     plugin.register()
-    assert patched() == {"init": False, "step": False, "arguments": False, "models": True}
+    assert [name for name, found in patched().items() if found] == ["models"]
     assert not module("model_executor.models.registry").ModelRegistry.models
     check_of("LlamaForCausalLM")(asked())
     with pytest.raises(ValueError, match="written for vLLM 0.32 and 0.33, not 0.34"):
@@ -160,7 +165,7 @@ def test_a_patch_is_applied_in_its_range_alone(
     monkeypatch.setattr(plugin, "PATCHES", (*plugin.PATCHES[:2], *old[2:]))
     stand_in((0, 33, 0))
     plugin.register()
-    assert patched() == {"init": False, "step": False, "arguments": True, "models": True}
+    assert [name for name, found in patched().items() if found] == ["arguments", "models"]
     monkeypatch.setenv(ANY_VERSION, "1")  # 0.33 is known to do without them
     plugin.register()
     assert not patched()["init"] and not hasattr(sys.modules.get("vllm.logger"), "said")
@@ -174,7 +179,7 @@ def test_the_override_applies_every_patch_and_names_it(
     plugin.register()
     assert all(patched().values())
     said = module("logger").said
-    assert [p.target in line for p, line in zip(plugin.PATCHES, said, strict=True)] == [True] * 4
+    assert [p.target in line for p, line in zip(plugin.PATCHES, said, strict=True)] == [True] * 5
     assert all("as in vLLM 0.32 to 0.33, though this is 0.34" in line for line in said)
 
 
@@ -204,6 +209,20 @@ def test_a_place_that_is_gone_is_one_line_for_those_who_ask(
     assert "\n" not in str(found.value)
 
 
+def test_a_place_of_one_model_runner_is_left_to_its_process(
+    stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plugin, "check", lambda config, problem: config.additional_config or None)
+    stand_in((0, 33, 0), gpu_model_runner="raise ValueError('no GPU here')")
+    plugin.register()
+    check_of("LlamaForCausalLM")(asked(**{KEY: {"recipe": "auto"}}))
+    assert f"vllm.{RUNNER}" not in sys.modules
+    stand_in((0, 33, 0), gpu_model_runner="class GPUModelRunner: pass")
+    module(RUNNER)
+    (line,) = module("logger").said
+    assert "cannot change vllm.v1.worker.gpu_model_runner" in line
+
+
 def test_an_import_that_fails_is_waited_for_again(stand_in: Callable[..., None]) -> None:
     stand_in((0, 33, 0), arg_utils="raise ValueError('first')")
     plugin.register()
@@ -211,3 +230,45 @@ def test_an_import_that_fails_is_waited_for_again(stand_in: Callable[..., None])
         module("engine.arg_utils")
     stand_in((0, 33, 0))
     assert patched()["arguments"]
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_prompts_as_long_as_decode_rows_get_no_graph_of_decode_steps(asked: bool) -> None:
+    """V1's runner asks for lengths alone; rows 0 and 1 are those of the step, 2 is stale."""
+
+    class Runner:
+        vllm_config = SimpleNamespace(
+            additional_config={"replayssm_quant": {"update_dtype": "fp16"}} if asked else {}
+        )
+
+        def determine(
+            self, num_tokens: int, num_reqs: int, force_uniform_decode: bool | None = None
+        ) -> bool:
+            if force_uniform_decode is None:
+                return num_tokens == num_reqs
+            return force_uniform_decode
+
+    make = plugin._no_decode_graph_for_prompts
+    Runner.determine = make(make(Runner.determine))  # type: ignore[method-assign]
+    assert times_wrapped(Runner.determine) == 1
+    for computed, prompt, decodes in [
+        ([3, 9, 0], [3, 4, 7], True),
+        ([3, 0, 0], [3, 1, 7], False),  # a prompt of one token
+        ([0, 0, 0], [1, 1, 7], False),
+        ([3, 6, 9], [3, 7, 7], False),  # the last token of a longer one
+    ]:
+        runner = Runner()
+        batch = {"num_computed_tokens_cpu": computed, "num_prompt_tokens": prompt}
+        runner.input_batch = SimpleNamespace(  # type: ignore[attr-defined]
+            **{name: np.array(values) for name, values in batch.items()}
+        )
+        assert runner.determine(num_tokens=2, num_reqs=2) is (decodes or not asked)
+        # a capture says which graph it is for
+        assert runner.determine(num_tokens=2, num_reqs=2, force_uniform_decode=True) is True
+
+
+def times_wrapped(function: Any) -> int:
+    count = 0
+    while hasattr(function, "__wrapped__"):
+        count, function = count + 1, function.__wrapped__
+    return count

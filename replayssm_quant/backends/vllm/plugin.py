@@ -35,13 +35,16 @@ REGISTRY = "vllm.model_executor.models.registry"
 class Patch:
     """One place of vLLM that is changed.
 
-    target is ``module:attribute.path``; versions the first and the last vLLM that it is for.
+    target is ``module:attribute.path``; versions the first and the last vLLM that it is for. early:
+    whether it has to be there before weights are loaded; what is not belongs to the processes that
+    run the model, and its module is theirs to import.
     """
 
     target: str
     reason: str
     make: Callable[[Any], Any]
     versions: tuple[tuple[int, int], tuple[int, int]] = (VERSIONS[0], VERSIONS[-1])
+    early: bool = True
 
     @property
     def module(self) -> str:
@@ -83,8 +86,10 @@ _failed: dict[str, str] = {}
 
 
 def refuse_what_failed() -> None:
-    """Have every patch applied now, and raise ValueError, in one line, if one was not."""
+    """Have every early patch applied now, and raise ValueError, in one line, if one was not."""
     for patch in _wanted:
+        if not patch.early:
+            continue
         try:
             importlib.import_module(patch.module)
         except ImportError:
@@ -136,6 +141,15 @@ def _no_prefix_caching_by_default(original: Callable) -> Callable:
     return defaults
 
 
+def _asked(owner: Any) -> bool:
+    """Whether the user asked for the plugin, of an object with a ``vllm_config``; kept there."""
+    found = getattr(owner, MARK, None)
+    if found is None:
+        found = parse(owner.vllm_config.additional_config) is not None
+        setattr(owner, MARK, found)
+    return found
+
+
 def drop_placeholder_drafts(output: Any, requests: Any) -> None:
     """Take the placeholder drafts from prompts of one token in a SchedulerOutput.
 
@@ -155,17 +169,35 @@ def _without_placeholder_drafts(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def update(self: Any, scheduler_output: Any) -> None:
-        if scheduler_output.scheduled_spec_decode_tokens:
-            asked = getattr(self, MARK, None)
-            if asked is None:
-                asked = parse(self.vllm_config.additional_config) is not None
-                setattr(self, MARK, asked)
-            if asked:
-                drop_placeholder_drafts(scheduler_output, self.requests)
+        if scheduler_output.scheduled_spec_decode_tokens and _asked(self):
+            drop_placeholder_drafts(scheduler_output, self.requests)
         original(self, scheduler_output)
 
     setattr(update, MARK, True)
     return update
+
+
+def _no_decode_graph_for_prompts(original: Callable) -> Callable:
+    """V1 takes rows of equal length for decode rows, and replays the graph captured for those.
+
+    The metadata says that rows which still read their prompt are prefills, so that the graph finds
+    no rows of its own and computes nothing that counts. Plain vLLM does so, too; its V2 runner asks
+    whether there is a prefill.
+    """
+    if _marked(original):
+        return original
+
+    @functools.wraps(original)
+    def determine(self: Any, num_tokens: int, num_reqs: int, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("force_uniform_decode") is None and _asked(self):
+            batch = self.input_batch
+            computed, prompt = batch.num_computed_tokens_cpu, batch.num_prompt_tokens
+            if (computed[:num_reqs] < prompt[:num_reqs]).any():
+                kwargs["force_uniform_decode"] = False
+        return original(self, num_tokens, num_reqs, *args, **kwargs)
+
+    setattr(determine, MARK, True)
+    return determine
 
 
 PATCHES = (
@@ -191,6 +223,13 @@ PATCHES = (
         "on hybrid models vLLM asks every cache group for blocks, for each request and step, which "
         "a decode step rarely needs",
         shorten_scheduler,
+    ),
+    Patch(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._determine_batch_execution_and_padding",
+        "V1 replays the graph of decode steps for prompts, or last parts of them, that are as long "
+        "as decode rows, which are prefills to the metadata",
+        _no_decode_graph_for_prompts,
+        early=False,
     ),
 )
 
