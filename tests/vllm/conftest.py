@@ -52,6 +52,13 @@ def gpu(vllm_python: str) -> bool:
 
 
 @pytest.fixture(scope="session")
+def attention_block(gpu: bool) -> dict[str, int]:
+    """Tokens of an attention block of the shipped models, as long as a page of fp32 states; blocks
+    come in other steps on a CPU."""
+    return {"mamba2": 320, "gdn": 608} if gpu else {"mamba2": 384, "gdn": 640}
+
+
+@pytest.fixture(scope="session")
 def as_served(gpu: bool) -> Any:
     """as_served(engine, tokens=1) -> engine: eager on a CPU; on a GPU as vLLM compiles and captures
     it by default, for steps of one to eight requests with ``tokens`` tokens each."""

@@ -46,7 +46,10 @@ def chunked(tokens: int, prompt: int) -> dict[str, int]:
     return {"max_num_batched_tokens": tokens, "long_prefill_token_threshold": prompt}
 
 
-def jobs(folder: Path, dtype: str, excerpt: Any, as_served: Any) -> list[dict[str, Any]]:
+def jobs(
+    folder: Path, dtype: str, excerpt: Any, as_served: Any, block: int
+) -> list[dict[str, Any]]:
+    """block: tokens of an attention block of the Mamba-2 model."""
     common = {
         "skip_tokenizer_init": True,
         "max_model_len": 512,
@@ -68,7 +71,7 @@ def jobs(folder: Path, dtype: str, excerpt: Any, as_served: Any) -> list[dict[st
         "against": "stock",
     }
     alone = {k: v for k, v in base.items() if k != "against"}
-    long = {"prompts": [excerpt(365 + i) for i in range(5)], "tokens": 40}
+    long = {"prompts": [excerpt(block - 19 + i) for i in range(5)], "tokens": 40}
     small = {"num_gpu_blocks_override": 10, "max_model_len": 1024}
     found = [
         alone | {"name": "stock", "options": None, "tokens": TOKENS + 7, "poison": False},
@@ -142,10 +145,16 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def found(
-    family: str, run_worker: Any, tiny_models: dict[str, Path], excerpt: Any, as_served: Any
+    family: str,
+    run_worker: Any,
+    tiny_models: dict[str, Path],
+    excerpt: Any,
+    as_served: Any,
+    attention_block: dict[str, int],
 ) -> dict[str, Any]:
     model, dtype = FAMILIES[family]
-    result = run_worker(jobs(tiny_models[model], dtype, excerpt, as_served))
+    block = attention_block["mamba2"]
+    result = run_worker(jobs(tiny_models[model], dtype, excerpt, as_served, block))
     assert not [r["error"] for r in result.values() if "error" in r]
     return result
 
@@ -172,8 +181,9 @@ def test_scenarios_did_what_they_are_for(found: dict[str, Any], family: str) -> 
         log, spec = found[name]["log"], found[name]["spec"]
         assert log["drafted"] > 0 and log["rolled"] > 0 and spec["accepted_tokens"] > 0, name
         assert log["flushes"] > 0, name
-    assert found["wide"]["log"]["ragged"] > 0
-    assert found["sparse"]["log"]["rolled_without_drafts"] > 0
+    if found["drafts"]["runner"] == "v1":  # V2 drafts as many for each request in each step
+        assert found["wide"]["log"]["ragged"] > 0
+        assert found["sparse"]["log"]["rolled_without_drafts"] > 0
     assert found["tails"]["log"]["folded"] > 0
     # a flush folds between 1 and L + drafts tokens, and every token but the last ones of a request
     generated = TOKENS * len(LENGTHS)
@@ -189,8 +199,8 @@ def test_drafts_are_accepted_as_the_tokens_say(
 ) -> None:
     if family == "gdn":
         pytest.skip("needs equal tokens: with GDN in bf16 a request may part at a tie")
-    if any(found[name]["parts"] for name in ("drafts", "sparse")):
-        pytest.skip("needs equal tokens, and a request parted at a tie")
+    if found["drafts"]["runner"] == "v2":
+        pytest.skip("needs the V1 runner; V2 drafts by a kernel of its own: see test_service.py")
     stock = found["stock"]
     for name, (least, most, drafts) in {"drafts": (1, 4, 3), "sparse": (5, 5, 4)}.items():
         asked = {"prompts": stock["prompts"], "ids": stock["ids"], "tokens": TOKENS}
@@ -272,13 +282,14 @@ def steps(
     tiny_models: dict[str, Path],
     excerpt: Any,
     as_served: Any,
+    attention_block: dict[str, int],
     gpu: bool,
 ) -> list[dict[str, Any]]:
     """Steps of two requests and a third, in rows as a captured graph of four of them has them."""
     if gpu:
         pytest.skip("needs vLLM's CPU build: the steps are planned by hand, on tensors there")
     model, dtype = FAMILIES[family]
-    job = jobs(tiny_models[model], dtype, excerpt, as_served)[1]
+    job = jobs(tiny_models[model], dtype, excerpt, as_served, attention_block["mamba2"])[1]
     pad = {"blocks": [1, 2, 3, 0], "prompts": [False] * 4, "drafts": [3, 3, 3, -1]}
     asked = [
         {"lengths": [5, 7, 6], "tokens": [5, 7, 6], "blocks": [1, 2, 3], "prompts": [True] * 3}
