@@ -23,7 +23,6 @@ from .planes import (
 )
 
 
-@triton.constexpr_function
 def _e2m1_asm():
     """Four words ($4..$7), c pairs $8 + 4 e + j -> half2 sums $0..$3 of planes (e, e + 4).
 
@@ -44,7 +43,6 @@ def _e2m1_asm():
     return " ".join([*out, "}"])
 
 
-@triton.constexpr_function
 def _int4_asm():
     """The same for nibbles of code + 8: 0x6400 | nibble reads as the fp16 number 1024 + nibble."""
     out = [

@@ -19,6 +19,7 @@ from ...state.cache import StepRows
 from ...state.layout import StateViews
 from ..common.check import check_gpu, check_rows, check_views
 from ..common.hadamard import rotation_signs as _rotation_signs
+from ..common.keys import settle_keys
 from ..common.launch import (
     beside,
     early,
@@ -43,8 +44,8 @@ class LaunchConfig:
 
     rows: of a readout block; blocks: of a program; ahead: 1 to load the next block while one is
     worked on; warps: of a readout program without matrix units; registers: of one, at most.
-    prepare_registers: of a program that prepares reads from whole words (windows of 16, d_state 128),
-    at most; others need more.
+    prepare_registers: of a program that prepares reads, at most, where it loads words (windows
+    of 16, d_state 128); others need more.
 
     window: warps of a program that prepares flushes (1, 2 or 4: several hold fewer registers each).
     flush: programs that flush for each multiprocessor; flush_registers: of one, at most; beside: 1
@@ -460,3 +461,6 @@ def load_state(views: StateViews, config: StateConfig, rows: StepRows) -> torch.
         **size,
     )  # fmt: skip
     return unrotate(state) if config.rotate else state
+
+
+settle_keys(*(f"{__package__}.{name}" for name in ("decode", "flush", "prepare", "step")))

@@ -20,6 +20,7 @@ from ...state.cache import VerifyRows
 from ...state.layout import StateViews
 from ..common.activation import softplus
 from ..common.hadamard import rotate_rows
+from ..common.keys import settle_keys
 from ..common.launch import (
     dependents_may_start,
     early,
@@ -943,3 +944,6 @@ def verify_packed(
         views, config, rows, (q, k, v, a, b), weights, scale, l2norm, allow_neg_eigval, y, where,
         launch,
     )  # fmt: skip
+
+
+settle_keys(__name__)

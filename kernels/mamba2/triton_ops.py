@@ -14,6 +14,7 @@ from ...state.layout import StateViews
 from ..common.check import check_gpu, check_rows, check_tensor, check_views
 from ..common.fold import rotation_table
 from ..common.hadamard import rotation_signs
+from ..common.keys import settle_keys
 from ..common.launch import beside, early, register_limit, rejoin, starts_early
 from ..common.matrix import block_rows, matrix_path
 from ..common.planes import PTX
@@ -314,3 +315,6 @@ def load_state(
         rows.key,
     )
     return fold_ring(views, config, safe, A, checkpoint)
+
+
+settle_keys(*(f"{__package__}.{name}" for name in ("decode", "flush", "prepare", "step")))

@@ -19,6 +19,7 @@ from ...state.layout import StateViews
 from ..common.activation import softplus
 from ..common.fold import load_rotation, rotate_window, rotation_table
 from ..common.hadamard import rotate_rows
+from ..common.keys import settle_keys
 from ..common.launch import (
     dependents_may_start,
     early,
@@ -749,3 +750,6 @@ def verify_step(
     else:
         fold_and_read(fold, read, bool(chosen.beside), device)
     return y
+
+
+settle_keys(__name__)
