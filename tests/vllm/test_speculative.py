@@ -219,28 +219,38 @@ def test_preempted_requests_draft_on(
 
 
 def with_mtp_head(model: Path, folder: Path) -> Path:
-    """The shipped GDN model with an MTP head that nobody trained: its own last attention layer."""
+    """A shipped model with an MTP head that nobody trained: its own last attention layer."""
     shutil.copytree(model, folder)
-    config = json.loads((model / "config.json").read_text()) | {"mtp_num_hidden_layers": 1}
-    (folder / "config.json").write_text(json.dumps(config))
+    config = json.loads((model / "config.json").read_text())
     weights = load_file(model / "model.safetensors")
     size = config["hidden_size"]
-    first = f"model.layers.{config['layer_types'].index('full_attention')}."
+    torch.manual_seed(0)
+    both = torch.cat((0.5 * torch.eye(size), torch.eye(size)), dim=1)  # embedding, hidden state
+    both += 0.01 * torch.randn(size, 2 * size)
+    kinds = config.get("layer_types") or config["layers_block_type"]
+    if config["model_type"] == "nemotron_h":
+        config |= {"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["full_attention"]}
+        base, ones = "backbone", torch.ones(size)
+        head = {"eh_proj": both, "enorm": ones, "hnorm": ones.clone()}
+        head["final_layernorm"] = weights["backbone.norm_f.weight"].clone()
+        head = {f"layers.0.{name}": w for name, w in head.items()}
+    else:
+        config |= {"mtp_num_hidden_layers": 1}
+        base, head = "model", {"fc": both, "norm": weights["model.norm.weight"].clone()}
+        head |= {f"pre_fc_norm_{n}": torch.zeros(size) for n in ("hidden", "embedding")}
+    weights |= {f"mtp.{name}.weight": w for name, w in head.items()}
+    first = f"{base}.layers.{kinds.index('full_attention')}."
     for name in [n for n in weights if n.startswith(first)]:
         damped = 0.3 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
         weights["mtp.layers.0." + name.removeprefix(first)] = damped * weights[name]
-    torch.manual_seed(0)
-    both = torch.cat((0.5 * torch.eye(size), torch.eye(size)), dim=1)
-    weights["mtp.fc.weight"] = both + 0.01 * torch.randn(size, 2 * size)
-    weights["mtp.norm.weight"] = weights["model.norm.weight"].clone()
-    for name in ("hidden", "embedding"):
-        weights[f"mtp.pre_fc_norm_{name}.weight"] = torch.zeros(size)
+    (folder / "config.json").write_text(json.dumps(config))
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
 @pytest.fixture(scope="module")
 def mtp(
+    family: str,
     run_worker: Any,
     tiny_models: dict[str, Path],
     excerpt: Any,
@@ -250,9 +260,10 @@ def mtp(
 ) -> dict[str, Any]:
     if not gpu:
         pytest.skip("needs vLLM's GPU build, and a GPU: its MTP heads do not run on a CPU")
-    folder = with_mtp_head(tiny_models["qwen3_5_text"], tmp_path_factory.mktemp("mtp") / "model")
+    model, dtype = FAMILIES[family]
+    folder = with_mtp_head(tiny_models[model], tmp_path_factory.mktemp("mtp") / "model")
     common = {"skip_tokenizer_init": True, "max_model_len": 512, "max_num_seqs": 8}
-    common |= {"dtype": "bfloat16"}
+    common |= {"dtype": dtype}
     drafting = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
     drafting |= {"disable_log_stats": False}
     base = {"model": str(folder), "prompts": [excerpt(n) for n in LENGTHS], "tokens": TOKENS}
@@ -267,9 +278,9 @@ def mtp(
 
 @pytest.mark.parametrize("name", ["fp32", "recipe"])
 def test_an_mtp_head_drafts_on_a_split_state(
-    mtp: dict[str, Any], name: str, assert_same: Any
+    mtp: dict[str, Any], family: str, name: str, assert_same: Any
 ) -> None:
-    assert_same(mtp["mtp-" + name], mtp[name], NOISE["gdn"])
+    assert_same(mtp["mtp-" + name], mtp[name], NOISE[family])
     found = mtp["mtp-" + name]
     assert found["log"]["drafted"] > 0 and found["log"]["flushes"] > 0
     assert 0 < found["spec"]["accepted_tokens"] < found["spec"]["draft_tokens"]
