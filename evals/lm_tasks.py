@@ -234,8 +234,10 @@ def _quiet_lm_eval() -> Any:
         x.setLevel(logging.ERROR)
     # it asks git for a commit, which complains on the terminal where there is no repository
     silent = mock.patch("lm_eval.evaluator.get_git_commit_hash", return_value=None)
+    # and lists what is installed for every result, by subprocesses that take more than a second
+    brief = mock.patch("lm_eval.evaluator.add_env_info")
     try:
-        with contextlib.redirect_stderr(io.StringIO()), silent:
+        with contextlib.redirect_stderr(io.StringIO()), silent, brief:
             yield
     finally:
         for x, level in zip(loggers, levels, strict=True):
