@@ -34,11 +34,9 @@ module = kernels_of("gdn")
 run = launcher(module, problem, module.launch_for(config, 256))
 with compile_only(90):
     compiled = jit.JITFunction.run
-    def keep(self, *args, **kwargs):
-        kernel = compiled(self, *args, **kwargs)
-        if kernel.metadata.name == "flush_kernel":
-            found.append(kernel.asm["ttgir"])
-        return kernel
+    def keep(self, *args, **kwargs):  # compiling the others would take most of the time
+        if self.__name__ == "flush_kernel":
+            found.append(compiled(self, *args, **kwargs).asm["ttgir"])
     jit.JITFunction.run = keep
     run(step)
     jit.JITFunction.run = compiled
