@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
-import subprocess
 from importlib import metadata
 from pathlib import Path
 
 import replayssm_quant
 
+from .._source import source_commit
 from .schema import Environment
 
 PACKAGES = ("torch", "transformers", "triton", "numpy", "lm_eval", "datasets", "vllm")
-ROOT = Path(replayssm_quant.__file__).resolve().parents[1]
-
-
-def _git(*args: str) -> str | None:
-    """Output of git in the checkout that this package runs from; None in an installed wheel."""
-    if not (ROOT / ".git").exists():
-        return None
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(ROOT), *args], capture_output=True, text=True, timeout=20
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def versions() -> dict[str, str]:
@@ -52,18 +37,13 @@ def hardware(device: str) -> tuple[str, int]:
 
 
 def describe(device: str, threads: int | None = None) -> Environment:
-    """The record of this process; ``threads`` overrides what torch says (worker processes).
-
-    ``REPLAYSSM_COMMIT`` names the commit where the sources lie outside git, or in a copy of it that
-    is not whole; git is not asked then.
-    """
-    named = os.environ.get("REPLAYSSM_COMMIT")
-    status = None if named else _git("status", "--porcelain", "--untracked-files=no")
+    """The record of this process; ``threads`` overrides what torch says (worker processes)."""
+    commit, dirty = source_commit()
     name, found = hardware(device)
     return Environment(
         toolkit=replayssm_quant.__version__,
-        commit=named or _git("rev-parse", "HEAD"),
-        dirty=None if status is None else bool(status),
+        commit=commit,
+        dirty=dirty,
         python=platform.python_version(),
         packages=versions(),
         hardware=name,

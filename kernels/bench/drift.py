@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ..._paths import drop_checkout
+from ..._source import ROOT
 from ...config import StateConfig
 from ...formats.philox import request_key
 from ...formats.rotation import unrotate
@@ -33,7 +34,7 @@ from ..gdn import reference as gdn_reference
 from ..mamba2 import reference as mamba2_reference
 from . import warm
 from .registry import DESIGNS, Inputs, call, generator
-from .run import ROOT, gpu_slug, provenance, write_json
+from .run import gpu_slug, provenance, write_json
 
 CHUNK = 256
 POSITIONS = (256, 2048, 8192, 16384, 32000)

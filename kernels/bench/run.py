@@ -16,7 +16,6 @@ import os
 import platform
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ import torch
 
 import replayssm_quant
 
+from ..._source import source_commit
 from ...formats.codec import decode, encode
 from ...formats.packing import unpack_nibbles
 from ...state.cache import StepRows, read_checkpoint, read_copy
@@ -38,7 +38,6 @@ from . import baselines, registry, vllm_baselines
 from .registry import DESIGNS, OPS, PHASES, Inputs, Op, Problem, Step
 
 RESULTS = Path(__file__).resolve().parent / "results"
-ROOT = Path(replayssm_quant.__file__).resolve().parents[1]
 
 
 class Red(Exception):
@@ -287,13 +286,6 @@ def our_pass(problem: Problem, phase: str) -> Pass:
 # --- rows -----------------------------------------------------------------------------------------
 
 
-def _git(*args: str) -> str | None:
-    if not (ROOT / ".git").exists():
-        return None
-    done = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
 def _package(name: str) -> str | None:
     try:
         return metadata.version(name)
@@ -302,14 +294,8 @@ def _package(name: str) -> str | None:
 
 
 def provenance(vllm: str | None = None) -> dict[str, Any]:
-    """GPU, versions, commit and date, as every result row carries them.
-
-    ``REPLAYSSM_COMMIT`` names the commit where the sources lie outside git, or in a copy of it that
-    is not whole; git is not asked then.
-    """
-    named = os.environ.get("REPLAYSSM_COMMIT")
-    status = None if named else _git("status", "--porcelain", "--untracked-files=no")
-    commit = named or _git("rev-parse", "HEAD")
+    """GPU, versions, commit and date, as every result row carries them."""
+    commit, dirty = source_commit()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {
         "gpu": gpu,
@@ -320,7 +306,7 @@ def provenance(vllm: str | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "toolkit": replayssm_quant.__version__,
         "commit": commit,
-        "dirty": None if status is None else bool(status),
+        "dirty": dirty,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
