@@ -22,10 +22,6 @@ pytestmark = pytest.mark.slow
 LENGTHS = [1, 2, 15, 16, 17, 33]
 FP32 = {"update_dtype": "fp32"}
 SHIPPED = [("nemotron_h", "float32"), ("qwen3_5_text", "bfloat16")]
-# logits of these models stay below 32, where a bf16 step is 2**-3; a log-probability moves by the
-# rounding of two logits
-BF16_TIE = 2 * 2.0**-3
-FP32_TIE = 2e-3  # how far fp32 logits move on a GPU with the size of the batch
 
 
 def first_difference(a: list[int], b: list[int]) -> int | None:
@@ -119,16 +115,16 @@ EQUAL = [
 
 @pytest.mark.parametrize(("name", "wanted"), [*EQUAL, ("preempted", "long-stock")])
 def test_mamba2_on_an_fp32_state_is_plain_vllm(
-    mamba2: dict, name: str, wanted: str, assert_same: Any, gpu: bool
+    mamba2: dict, name: str, wanted: str, assert_same: Any, ties: dict[str, float]
 ) -> None:
-    assert_same(mamba2[name], mamba2[wanted], FP32_TIE if gpu else 0.0)
+    assert_same(mamba2[name], mamba2[wanted], ties["mamba2"])
 
 
 @pytest.mark.parametrize(("name", "wanted"), EQUAL)
 def test_gdn_on_an_fp32_state_is_plain_vllm(
-    gdn: dict, name: str, wanted: str, assert_same: Any
+    gdn: dict, name: str, wanted: str, assert_same: Any, ties: dict[str, float]
 ) -> None:
-    assert_same(gdn[name], gdn[wanted], BF16_TIE)
+    assert_same(gdn[name], gdn[wanted], ties["gdn"])
 
 
 @pytest.mark.parametrize("family", ["mamba2", "gdn"])
@@ -173,7 +169,7 @@ def test_a_pipeline_rank_without_such_layers_has_pages_of_the_same_size(
 
 
 def test_prefix_caching_is_turned_off_where_nobody_asked_for_it(
-    mamba2: dict, assert_same: Any, gpu: bool
+    mamba2: dict, assert_same: Any, ties: dict[str, float]
 ) -> None:
     """With plain vLLM, which leaves it on, as the proof that the option is unset."""
     assert mamba2["caching-stock"]["prefix_caching"] is True
@@ -183,7 +179,7 @@ def test_prefix_caching_is_turned_off_where_nobody_asked_for_it(
     assert [line for line in found["said"] if "prefix caching" in line] == [
         "replayssm_quant turned prefix caching off, which split states do not support"
     ]
-    assert_same(found, mamba2["stock"], FP32_TIE if gpu else 0.0)
+    assert_same(found, mamba2["stock"], ties["mamba2"])
 
 
 def test_requests_were_preempted(mamba2: dict) -> None:
@@ -221,6 +217,7 @@ def test_tokens_are_those_of_the_transformers_backend(
     name: str,
     request: pytest.FixtureRequest,
     tiny_models: dict[str, Path],
+    ties: dict[str, float],
     gpu: bool,
 ) -> None:
     """The other backend is given vLLM's tokens one by one, so that every one of them is compared
@@ -246,7 +243,7 @@ def test_tokens_are_those_of_the_transformers_backend(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     slots = found["log"]["slots"]
     assert len(slots) == len(LENGTHS) == len(found["prompts"])
-    parts, near, tie = [], 0, BF16_TIE if family == "gdn" else 1e-3
+    parts, near, tie = [], 0, ties["gdn"] if family == "gdn" else 1e-3
     # vLLM's V1 runner keys the random bits by slot; request i of the other backend has the key of
     # the slot's first tenant
     for row, (prompt, slot) in enumerate(zip(found["prompts"], slots, strict=True)):
@@ -481,11 +478,11 @@ def families(run_worker: Any, tmp_path_factory: pytest.TempPathFactory, excerpt:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_other_families_on_an_fp32_state_are_plain_vllm(
-    families: dict, name: str, assert_same: Any, gpu: bool
+    families: dict, name: str, assert_same: Any, ties: dict[str, float]
 ) -> None:
     assert families[name].get("layers", 0) > 0, families[name]
     stock = families[name + "-stock"]
-    tie = BF16_TIE if name in GDN else FP32_TIE if gpu else 0.0
+    tie = ties["gdn" if name in GDN else "mamba2"]
     assert_same(families[name], stock, tie)
     drafts = families[name + "-drafts"]
     assert_same(drafts, stock, tie)

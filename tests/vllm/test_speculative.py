@@ -21,9 +21,6 @@ FP32 = {"update_dtype": "fp32", "stagger": False}
 TOKENS = 60
 LENGTHS = [1, 2, 15, 16, 17, 33, 70]
 FAMILIES = {"mamba2": ("nemotron_h", "float32"), "gdn": ("qwen3_5_text", "bfloat16")}
-# fp32 is exact on a CPU; bf16 logits below 32 have steps of 2**-3, a log-probability moves by two
-TIE = {"mamba2": 0.0, "gdn": 2 * 2.0**-3}
-GPU_TIE = TIE | {"mamba2": 2e-3}
 # what rounding a state may move the log-probabilities of these models by: far above the recipe's
 # noise (KLD of 1e-5), far below the gaps of a coarse state's tokens
 NOISE = {"mamba2": 0.1, "gdn": 2 * 2.0**-3}
@@ -94,16 +91,14 @@ def jobs(
         base
         | {
             "name": "chunks",
-            "engine": drafting(3)
-            | {"max_num_batched_tokens": 19, "long_prefill_token_threshold": 15},
+            "engine": drafting(3) | chunked(19, 15),
         },
         # chunks of one token beside the first one's of fifteen, before any row has drafts; then a
         # longer one, which has to fold what they left in the ring
         base
         | {
             "name": "tails",
-            "engine": drafting(3)
-            | {"max_num_batched_tokens": 16, "long_prefill_token_threshold": 15},
+            "engine": drafting(3) | chunked(16, 15),
             "arrive": [6 - i for i in range(len(LENGTHS))],
         },
         alone | {"name": "recipe", "options": {"recipe": "auto"}, "poison": False},
@@ -130,9 +125,7 @@ def jobs(
             | {
                 "name": "preempted-chunks",
                 "against": "long",
-                "engine": drafting(3)
-                | small
-                | {"max_num_batched_tokens": 16, "long_prefill_token_threshold": 3},
+                "engine": drafting(3) | small | chunked(16, 3),
             },
         ]
     return found
@@ -161,11 +154,11 @@ def found(
 
 @pytest.mark.parametrize("name", ["drafts", "wide", "every-step", "sparse", "chunks", "tails"])
 def test_drafts_on_an_fp32_state_give_the_tokens_of_plain_vllm(
-    found: dict[str, Any], family: str, name: str, assert_same: Any, gpu: bool
+    found: dict[str, Any], family: str, name: str, assert_same: Any, ties: dict[str, float]
 ) -> None:
     assert found[name]["layers"] == 2
     assert [len(ids) for ids in found[name]["ids"]] == [TOKENS] * len(LENGTHS)
-    assert_same(found[name], found["stock"], (GPU_TIE if gpu else TIE)[family])
+    assert_same(found[name], found["stock"], ties[family])
 
 
 def test_a_rounded_state_stays_within_its_noise(
@@ -209,13 +202,13 @@ def test_drafts_are_accepted_as_the_tokens_say(
 
 
 def test_preempted_requests_draft_on(
-    found: dict[str, Any], family: str, assert_same: Any, gpu: bool
+    found: dict[str, Any], family: str, assert_same: Any, ties: dict[str, float]
 ) -> None:
     if family == "gdn":
         pytest.skip("needs requests longer than an attention block, which GDN's page makes long")
     for name in ("preempted", "preempted-chunks"):
         assert found[name]["preempted"] > 0 and found[name]["spec"]["accepted_tokens"] > 0, name
-        assert_same(found[name], found["long"], (GPU_TIE if gpu else TIE)[family])
+        assert_same(found[name], found["long"], ties[family])
 
 
 def with_mtp_head(model: Path, folder: Path) -> Path:
