@@ -172,7 +172,7 @@ def tasks_of(text: str, vllm: vllm_baselines.Baselines | None, path: str | None)
             key, module = warm.geometry_key(op.geometry(geometry)), tune.kernels_of(op.kind)
             tasks = []
             for design in chosen:
-                table = module.launch_for(DESIGNS[design], int(batch))
+                table = module.launch_for(DESIGNS[design], int(batch), op.geometry(geometry))
                 for launch in launches:
                     config = tune.parse(launch, table) if launch else table
                     fields = warm.launch_fields(config)

@@ -275,7 +275,7 @@ def _launch_of(problem: Problem) -> dict[str, int]:
     from . import tune  # which imports this module
 
     module = tune.kernels_of(problem.op.kind)
-    return dataclasses.asdict(module.launch_for(problem.config, problem.batch))
+    return dataclasses.asdict(module.launch_for(problem.config, problem.batch, problem.geometry))
 
 
 def our_pass(problem: Problem, phase: str) -> Pass:

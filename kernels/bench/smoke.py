@@ -42,7 +42,7 @@ SMOKE = ("nvfp4+fp16-sr", "P4+8-sr-rot", "P8+4-sr-rot", "e4m3-sr", "fp32")
 
 def step(op: str, geometry: LayerGeometry, design: str, device: torch.device) -> None:
     """Store, step and load five rows of a small pool, of which two flush; the step is launched as
-    for a few sequences and as for many."""
+    for one sequence, for some and for many."""
     problem = Problem(OPS[op], geometry, DESIGNS[design], 5, device=device, sets=1)
     length = problem.config.buffer_len
     slots = problem.slots[0].clone()
@@ -53,7 +53,7 @@ def step(op: str, geometry: LayerGeometry, design: str, device: torch.device) ->
     now = problem.steps("mix")[0]
     now.rows = rows
     module = tune.kernels_of(problem.op.kind)
-    for batch in (5, 256):
+    for batch in (1, 5, 256):
         tune.launcher(module, problem, module.launch_for(problem.config, batch))(now)
     rows = problem.rows(slots, [0, 4, 1, 0, 0], [False] * 5)
     if problem.op.kind == "mamba2":

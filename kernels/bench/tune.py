@@ -191,7 +191,13 @@ def run(
 
     module = kernels_of(s.op.kind)
     trials = [
-        Trial(s.op, geometry, batch, design, module.launch_for(DESIGNS[design], batch))
+        Trial(
+            s.op,
+            geometry,
+            batch,
+            design,
+            module.launch_for(DESIGNS[design], batch, s.op.geometry(geometry)),
+        )  # fmt: skip
         for geometry, batch in s.points
         for design in s.designs
     ]
@@ -263,12 +269,12 @@ def launches_from(path: Path | None) -> Iterator[None]:
 def _lookup(module: Any, rows: list[tuple[StateConfig, int, dict]]) -> Callable[..., Any]:
     table = module.launch_for
 
-    def launch_for(config: StateConfig, batch: int) -> Any:
+    def launch_for(config: StateConfig, batch: int, geometry: Any = None) -> Any:
         like = [row for row in rows if row[0] == config]
         like = like or [row for row in rows if row[0].readout.bits == config.readout.bits]
         own = sorted(((b, x) for _, b, x in like), key=lambda pair: pair[0])
         if not own:
-            return table(config, batch)
+            return table(config, batch, geometry)
         below = [launch for b, launch in own if b <= batch]
         return module.LaunchConfig(**(below[-1] if below else own[0][1]))
 

@@ -55,7 +55,8 @@ def shrink(task: Task) -> Task:
     launch = task.launch
     if not task.design.startswith("vllm-") and not task.plain:
         module = tune.kernels_of(OPS[task.op].kind)
-        chosen = module.launch_for(DESIGNS[task.design], task.batch)
+        geometry = LayerGeometry(*task.geometry)
+        chosen = module.launch_for(DESIGNS[task.design], task.batch, geometry)
         launch = tuple((dataclasses.asdict(chosen) | dict(launch)).items())
     return dataclasses.replace(task, batch=small_batch(task.batch), launch=launch)
 

@@ -9,6 +9,7 @@ import triton.language as tl
 from ...config import StateConfig
 from ...formats.rotation import rotate
 from ...state.cache import StepRows
+from ...state.geometry import LayerGeometry
 from ...state.layout import StateViews
 from .halves import encode_halves, store_halves, takes_halves
 from .planes import PAIRS, decode_tile, encode_tile, fetch_tile, random_words
@@ -253,6 +254,11 @@ def check_state_size(rows: int, n: int) -> None:
 def launch_warps(n: int) -> int:
     """Warps of a program that owns one tile: 64 elements a thread."""
     return max(1, triton.next_power_of_2(n) // 128)
+
+
+def fold_warps(geometry: LayerGeometry) -> int:
+    """Warps that fold the state of one sequence, a program for each tile of 16 rows of a head."""
+    return geometry.heads * -(-geometry.rows // 16) * launch_warps(geometry.n)
 
 
 def store_state(

@@ -16,6 +16,7 @@ import triton
 from ...config import StateConfig
 from ...formats.rotation import unrotate
 from ...state.cache import StepRows
+from ...state.geometry import LayerGeometry
 from ...state.layout import StateViews
 from ..common.check import check_gpu, check_rows, check_views
 from ..common.hadamard import rotation_signs as _rotation_signs
@@ -30,7 +31,13 @@ from ..common.launch import (
 )
 from ..common.matrix import block_rows, matrix_path
 from ..common.planes import PTX
-from ..common.store import check_state_size, launch_warps, plane_arguments, rounding_sizes
+from ..common.store import (
+    check_state_size,
+    fold_warps,
+    launch_warps,
+    plane_arguments,
+    rounding_sizes,
+)
 from .decode import readout_kernel
 from .flush import flush_kernel, load_kernel
 from .prepare import keys_kernel, prepare_kernel, window_base, window_kernel
@@ -78,31 +85,36 @@ _ONE = LaunchConfig(32, single=1)
 _MANY = {"flush": 12, "flush_registers": 168, "beside": 1, "prepare_registers": 64}
 _WIDE = LaunchConfig(64, warps=4, **_MANY)
 LAUNCH: dict[int, tuple[tuple[int, LaunchConfig], ...]] = {
-    4: ((1, _ONE), (12, LaunchConfig(64, **_MANY))),
+    4: ((1, _ONE), (4225, LaunchConfig(64, **_MANY))),
     8: (
         (1, _ONE),
-        (12, LaunchConfig(32, 2, ahead=1, warps=2, registers=80, **(_MANY | {"flush": 8}))),
+        (4225, LaunchConfig(32, 2, ahead=1, warps=2, registers=80, **(_MANY | {"flush": 8}))),
     ),
-    16: ((1, _ONE), (12, _WIDE)),
-    32: ((1, _ONE), (12, _WIDE)),
+    16: ((1, _ONE), (4225, _WIDE)),
+    32: ((1, _ONE), (4225, _WIDE)),
 }
-"""Bits of the readout's codes -> (smallest batch, launch configuration), ascending.
+"""Bits of the readout's codes -> (smallest ``fold_warps`` of the batch, launch configuration),
+ascending. The H200 holds 2,112 warps of the kernels that fold: one launch takes up to two rounds.
 
 NVIDIA H200, triton 3.6.0, 32 heads of 128 x 128, microseconds of the mix. From batch 32 on 4 and 8
 bits have the fastest of ten to fourteen at batch 256 (commit d0d926b): P4+8 73 (88 with the flush
 after the reads), nvfp4 + fp16 75 (88), P8+4 78 (95), e4m3 77 (93). In one launch nvfp4 + fp16 takes
 5.7 at batch 1 and 13.0 at 8, where vLLM's fp32 step takes 6.0 and 13.8; P8+4 5.6 and 13.6, fp32
-states 6.3 and 15.1 (commit effcc5a). At 16 it takes 26.8 and several launches with the flush after
-the reads 28.0, vLLM's 24.2 (commit d3aad9f); with the flush beside them, as here, nothing was timed
-between 8 and 32. 16 and 32 bits are not tuned further. Preparing with 64 registers, nvfp4 + fp16
-takes 77.5 where it takes 75.5 with as many as it likes, P8+4 80.1 and 79.8; reads alone 53.6 and
-57.2, 62.5 and 65.8 (commit 47fd9ad).
+states 6.3 and 15.1 (commit effcc5a). At 4,096 warps both ways take as long (commit 7a0a659): 22.2
+and 22.0 on Qwen3.5-4B at 16 (P8+4 22.2 and 23.1, fp32 23.2 and 26.0), 17.5 and 18.5 on Qwen3.5-122B
+at 8. Heads of 96 columns are faster in several launches from 2,880 on (OLMo-Hybrid at 8 23.8 and
+21.7), and slower than vLLM's either way. 16 and 32 bits are not tuned further. Preparing with 64
+registers, nvfp4 + fp16 takes 77.5 where it takes 75.5 with as many as it likes, P8+4 80.1 and 79.8;
+reads alone 53.6 and 57.2, 62.5 and 65.8 (commit 47fd9ad).
 """
 
 
-def launch_for(config: StateConfig, batch: int) -> LaunchConfig:
-    """What ``LAUNCH`` says for a readout format and a batch."""
-    return [c for least, c in LAUNCH[config.readout.bits] if least <= max(batch, 1)][-1]
+def launch_for(
+    config: StateConfig, batch: int, geometry: LayerGeometry | None = None
+) -> LaunchConfig:
+    """What ``LAUNCH`` says for a readout format and a batch (default: of Qwen3.5-4B)."""
+    warps = max(batch, 1) * (256 if geometry is None else fold_warps(geometry))
+    return [c for least, c in LAUNCH[config.readout.bits] if least <= warps][-1]
 
 
 _RING = ("ring_k", "ring_v", "ring_g", "ring_beta", "ring_rk")
@@ -187,7 +199,7 @@ def _run(
     gate_width = views.ring_g.shape[3]
     per_key = hv // hk
     empty = torch.empty
-    launch = launch or launch_for(config, batch)
+    launch = launch or launch_for(config, batch, LayerGeometry("gdn", hv, width, n, hk))
     dot = (
         length >= launch.dot_from
         and gate_width == 1

@@ -10,6 +10,7 @@ import triton
 from ...config import StateConfig
 from ...formats.rotation import block_of
 from ...state.cache import StepRows
+from ...state.geometry import LayerGeometry
 from ...state.layout import StateViews
 from ..common.check import check_gpu, check_rows, check_tensor, check_views
 from ..common.fold import rotation_table
@@ -20,6 +21,7 @@ from ..common.matrix import block_rows, matrix_path
 from ..common.planes import PTX
 from ..common.store import (
     check_state_size,
+    fold_warps,
     launch_warps,
     plane_arguments,
     read_state,
@@ -62,22 +64,27 @@ class LaunchConfig:
     across: int = 0
 
 
-_SMALL = (
-    (1, LaunchConfig(1, 32, single=1)),
-    (4, LaunchConfig(0, 64)),
+_FEW = ((1, LaunchConfig(1, 32, single=1)), (1024, LaunchConfig(1, 64, single=1)))
+_SOME = (2113, LaunchConfig(0, 64, flush=12, flush_registers=168, beside=1))
+_FEW_WIDE = (
+    (1, LaunchConfig(1, 16, single=1)),
+    (1024, LaunchConfig(1, 32, single=1)),
+    (2113, LaunchConfig(1, 16, flush=12, flush_registers=168, beside=1)),
 )
 _E2M1 = LaunchConfig(2, 64, flush=12, flush_registers=168, beside=1, registers=128, across=1)
+_E4M3 = LaunchConfig(0, 64, flush=8, beside=1, registers=96)
 _INTEGER = LaunchConfig(2, 64, flush=8, flush_registers=168, beside=1, registers=128)
 _WIDE = LaunchConfig(4, 64, warps=2, flush=12, beside=1)
 LAUNCH: dict[str, tuple[tuple[int, LaunchConfig], ...]] = {
-    "float4": (*_SMALL, (32, _E2M1)),
-    "int4": (*_SMALL, (32, _INTEGER)),
-    "float8": (*_SMALL, (32, LaunchConfig(0, 64, flush=8, beside=1, registers=96))),
-    "int8": (*_SMALL, (32, _INTEGER)),
-    "float16": (*_SMALL, (32, _WIDE)),
-    "float32": (*_SMALL, (32, _WIDE)),
+    "float4": (*_FEW, _SOME, (12288, _E2M1)),
+    "int4": (*_FEW, _SOME, (12288, _INTEGER)),
+    "float8": (*_FEW, _SOME, (12288, _E4M3)),
+    "int8": (*_FEW, _SOME, (12288, _INTEGER)),
+    "float16": (*_FEW_WIDE, (12288, _WIDE)),
+    "float32": (*_FEW_WIDE, (12288, _WIDE)),
 }
-"""Kind of the readout's elements -> (smallest batch, launch configuration), ascending.
+"""Kind of the readout's elements -> (smallest ``fold_warps`` of the batch, launch configuration),
+ascending. A multiprocessor of the H200 holds 16 warps of the kernels that fold, the GPU 2,112.
 
 The registers of a multiprocessor belong to its four schedulers, 16,384 each: a scheduler holds four
 one-warp programs of up to 128 registers, three of up to 168, five of up to 96. What was timed in
@@ -90,19 +97,24 @@ the mix at batch 256 (NVIDIA H200, triton 3.6.0), in microseconds:
 - e4m3: Super 102 as here (commit 1c6323e); 101 with two heads a program (commit d0d926b).
 - Falcon-H1 (d_state 256, commit d0d926b): 111 with 6 flush programs of 168 registers, 128 with 12
   of 128.
-- Batch 1 (commit d3aad9f), folding 16 rows a program: nvfp4 + fp16 4.6 with 32 rows a read and 4.7
-  with 16, P4+8 4.9 and 5.2, P8+4 5.1 and 5.5; in four launches 8.8 (commit 75341f4). One launch
-  prepares for each head and 32 rows anew, so it loses where the GPU is full; it was not timed
-  beyond one sequence. Batch 8 (commit 1c6323e): 15.2 where vLLM's fp32 step takes 20.9; fp32 states
-  25.7.
+
+Few sequences (commit 7a0a659; ``kernels/bench/results/variants-*`` have all). One launch prepares
+for each head and 32 or 64 rows anew, so it loses where the GPU is full: nvfp4 + fp16 takes 6.6 in
+one launch and 7.5 in four on Super at batch 4 (2,048 warps), 11.1 and 11.0 at 8, 19.1 and 15.0 at
+16. Flushing after the reads instead of beside them cost most of what small batches lost before:
+15.3 on Super at 8. fp32 states take 9.8 in one launch and 13.3 in four on Nano-30B at 8 (2,048
+warps), on Falcon-H1 at 8 (3,072) 21.9 and 17.0; alone 5.3 with 16 rows a program and 6.3 with 32.
 """
 
 
-def launch_for(config: StateConfig, batch: int) -> LaunchConfig:
-    """What ``LAUNCH`` says for a readout format and a batch."""
+def launch_for(
+    config: StateConfig, batch: int, geometry: LayerGeometry | None = None
+) -> LaunchConfig:
+    """What ``LAUNCH`` says for a readout format and a batch (default: of Nemotron-3-Super)."""
     kind = "int" if config.readout.element.startswith("int") else "float"
     table = LAUNCH[f"{kind}{config.readout.bits}"]
-    return [c for least, c in table if least <= max(batch, 1)][-1]
+    warps = max(batch, 1) * (512 if geometry is None else fold_warps(geometry))
+    return [c for least, c in table if least <= warps][-1]
 
 
 def divisor_up_to(total: int, limit: int) -> int:
@@ -200,7 +212,7 @@ def _run(
     batch, heads, p = x.shape
     groups, n = B.shape[1:]
     device, per_group = x.device, heads // groups
-    launch = launch or launch_for(config, batch)
+    launch = launch or launch_for(config, batch, LayerGeometry("mamba2", heads, p, n, groups))
     planes, sizes = plane_arguments(views, config)
     matrix = matrix_path(PTX.value, n, sizes["OUTPUT"]) != "" and p % 8 == 0
     start = starts_early(device)

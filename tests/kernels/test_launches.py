@@ -30,6 +30,7 @@ CHANGES = {
         {"flush_registers": 255},
         {"single": 1, "rows": 16},
         {"single": 1, "rows": 64},
+        {"heads": 1, "rows": 16, "warps": 1},
     ),
     "gdn": (
         {"rows": 32, "blocks": 2},
@@ -89,7 +90,8 @@ def test_launches_change_no_bit(kind: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", CHANGES)
 @pytest.mark.parametrize(
-    "formats", [("fp16", "nvfp4"), ("P4+8", None), ("P8+4", None), ("e4m3", "same")]
+    "formats",
+    [("fp16", "nvfp4"), ("P4+8", None), ("P8+4", None), ("e4m3", "same"), ("fp32", "same")],
 )
 def test_launches_change_no_bit_on_a_gpu(kind: str, formats: tuple[str, str | None]) -> None:
     rotate = formats[0].startswith("P")

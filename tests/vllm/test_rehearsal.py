@@ -15,22 +15,37 @@ from replayssm_quant.backends.vllm.rehearsal import (
     rehearse_cursors,
 )
 from replayssm_quant.config import StateConfig
+from replayssm_quant.kernels.bench.registry import DESIGNS
+from replayssm_quant.state.geometry import LayerGeometry
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "gdn"])
-def test_every_launch_of_the_tables_is_among_the_batches(kind: str) -> None:
-    module = rehearsal.importlib.import_module(f"replayssm_quant.kernels.{kind}.triton_ops")
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        LayerGeometry("mamba2", 96, 80, 128, 8),
+        LayerGeometry("mamba2", 24, 128, 256, 1),
+        LayerGeometry("gdn", 32, 128, 128, 16),
+        LayerGeometry("gdn", 8, 128, 128, 4),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("design", ["nvfp4+fp16-sr", "P8+4-sr-rot", "e4m3-sr", "fp32"])
+def test_every_launch_of_the_tables_is_among_the_batches(
+    geometry: LayerGeometry, design: str
+) -> None:
+    module = rehearsal.importlib.import_module(
+        f"replayssm_quant.kernels.{geometry.kind}.triton_ops"
+    )
 
-    def compiled(table: tuple, batch: int) -> tuple:
-        launch = [c for least, c in table if least <= batch][-1]
+    def compiled(batch: int) -> tuple:
+        launch = module.launch_for(DESIGNS[design], batch, geometry)
         return launch, "one" if batch == 1 else batch % 16 == 0  # Triton knows no more of a number
 
-    for table in module.LAUNCH.values():
-        wanted = {compiled(table, b) for b in range(1, 257)}
-        assert {compiled(table, b) for b in batches(kind, 256)} == wanted
-        wanted = {compiled(table, b) for b in range(1, 6)}
-        assert {compiled(table, b) for b in batches(kind, 5)} == wanted
-    assert batches(kind, 1) == [1]
+    for most in (5, 256):
+        wanted = {compiled(b) for b in range(1, most + 1)}
+        assert {compiled(b) for b in batches(geometry, most)} == wanted
+    assert len({launch for launch, _ in map(compiled, range(1, 257))}) > 1
+    assert batches(geometry, 1) == [1]
 
 
 def test_rows_that_do_nothing() -> None:
@@ -87,13 +102,15 @@ def test_it_runs_once_all_layers_have_a_cache(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_failure_leaves_the_kernels_to_their_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry = LayerGeometry("gdn", 4, 16, 16, 2)
+    assert batches(geometry, 4) == [1, 2]  # imports kernels, which are to be interpreted
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
     def rehearse(rows: int) -> None:
         raise ValueError(f"no step of {rows} rows")
 
     said: list[str] = []
-    layer = SimpleNamespace(geometry=SimpleNamespace(kind="gdn"), max_rows=4, rehearse=rehearse)
+    layer = SimpleNamespace(geometry=geometry, max_rows=4, rehearse=rehearse)
     layer.config, layer.drafts = StateConfig(), 0
     layer.views = SimpleNamespace(ckpt=torch.zeros(1))
     Rehearsal([layer], said.append).run()

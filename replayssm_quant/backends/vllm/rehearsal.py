@@ -16,20 +16,24 @@ import torch
 
 from ...config import StateConfig
 from ...state.cache import StepRows
+from ...state.geometry import LayerGeometry
 from .cursors import GroupRows, SlotCursors, move
 from .drafts import DraftCursors, move_verify, shapes
 
 
-def batches(kind: str, most: int) -> list[int]:
+def batches(geometry: LayerGeometry, most: int) -> list[int]:
     """Batches of up to ``most`` rows whose steps are launched differently.
 
-    kind: ``mamba2`` or ``gdn``. Launches change where the tables say so; a batch of one and
-    multiples of 16 may compile to kernels of their own.
+    Launches change where the tables say so; a batch of one and multiples of 16 may compile to
+    kernels of their own.
     """
-    module = importlib.import_module(f"replayssm_quant.kernels.{kind}.triton_ops")
-    found = {1}
+    from ...kernels.common.store import fold_warps
+
+    module = importlib.import_module(f"replayssm_quant.kernels.{geometry.kind}.triton_ops")
+    found, each = {1}, fold_warps(geometry)
     for table in module.LAUNCH.values():
-        for least, _ in table:
+        for warps, _ in table:
+            least = -(-warps // each)
             found |= {least, least + 1, -(-least // 16) * 16}
     return sorted(b for b in found if b <= max(most, 1))
 
@@ -102,7 +106,7 @@ class Rehearsal:
                 first = self.layers[0]
                 rehearse_cursors(first.config, first.drafts, first.views.ckpt.device)
                 for layer in self.layers:
-                    for rows in batches(layer.geometry.kind, layer.max_rows):
+                    for rows in batches(layer.geometry, layer.max_rows):
                         layer.rehearse(rows)
         except Exception as error:
             self.log(f"replayssm_quant: kernels are compiled one by one, since {error!r:.300}")

@@ -51,7 +51,9 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if getattr(request, "param", "separate") == "separate":
         module = pytest.importorskip("replayssm_quant.kernels.gdn.triton_ops", exc_type=ImportError)
         table = module.launch_for
-        monkeypatch.setattr(module, "launch_for", lambda c, batch: table(c, max(batch, 32)))
+        monkeypatch.setattr(
+            module, "launch_for", lambda c, batch, geometry=None: table(c, max(batch, 32))
+        )
 
 
 @dataclass
