@@ -146,7 +146,7 @@ def found(
     attention_block: dict[str, int],
 ) -> dict[str, Any]:
     model, dtype = FAMILIES[family]
-    block = attention_block["mamba2"]
+    block = attention_block["mamba2-drafts"]
     result = run_worker(jobs(tiny_models[model], dtype, excerpt, as_served, block))
     assert not [r["error"] for r in result.values() if "error" in r]
     return result
