@@ -77,6 +77,12 @@ def test_an_interpreter_without_vllm_is_named_in_the_error(python: Path) -> None
             "    For further information visit u\n",
             "replayssm_quant: no",
         ),
+        (
+            "(EngineCore pid=7) ERROR 11-30 core.py:1] ValueError: too little memory\n"
+            "RuntimeError: Engine core initialization failed. See root cause above.\n",
+            "too little memory",
+        ),
+        ("RuntimeError: See root cause above.\n", "See root cause above."),
         ("only this\n\n", "only this"),
         ("", "no output"),
     ],

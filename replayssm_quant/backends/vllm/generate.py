@@ -257,11 +257,10 @@ def generate(
 def _cause(log: Path) -> str:
     """The line of a vLLM log that says what went wrong."""
     lines = [x.strip() for x in log.read_text(errors="replace").splitlines() if x.strip()]
-    for line in reversed(lines):
-        found = re.search(r"(?:Value error, |\w*Error: )(.*?)(?: \[type=|$)", line)
-        if found and found[1]:
-            return found[1]
-    return (lines or ["no output"])[-1]
+    pattern = re.compile(r"(?:Value error, |\w*Error: )(.*?)(?: \[type=|$)")
+    errors = [found[1] for line in reversed(lines) if (found := pattern.search(line)) and found[1]]
+    own = [text for text in errors if "See root cause above" not in text]  # another process's
+    return (own or errors or lines[-1:] or ["no output"])[0]
 
 
 def make_llm(model: str, options: Mapping[str, Any] | None, engine: Mapping[str, Any]) -> Any:
