@@ -121,7 +121,7 @@ def _geometry_table(rows: list[Row]) -> list[str]:
 
 def _batch_table(rows: list[Row], column: str) -> list[str]:
     """A ratio of the mix of every design by batch, at one geometry."""
-    batches = _order(rows, "batch")
+    batches = sorted({r["batch"] for r in rows})
     out = []
     for design in _designs(rows):
         line = [design]

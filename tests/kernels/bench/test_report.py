@@ -83,7 +83,7 @@ def test_report_reads_the_newest_rows_of_each_point(tmp_path: Path) -> None:
     assert "999" not in text
     assert "super at 8: 2026-01-01, commit old, torch" in text
     assert "super at 256: 2026-01-01, commit 0123456789ab, torch" in text
-    assert "| fp32 | – | 1.37 |" in text
+    assert "| fp32 | 1.37 | – |" in text
     line = "| nvfp4+fp16-sr | 60.0 | 3,000 | 0.81 | 500.0 | 0.60 | 80.0 | 3,000 | 0.70 | 7.00 | "
     assert line + "3.50 | 4.06 |" in text
     assert "commit 0123456789ab, torch 2.11.0, triton 3.6.0, vLLM 0.33.0" in text
