@@ -77,11 +77,11 @@ _INTEGER = LaunchConfig(2, 64, flush=8, flush_registers=168, beside=1, registers
 _WIDE = LaunchConfig(4, 64, warps=2, flush=12, beside=1)
 LAUNCH: dict[str, tuple[tuple[int, LaunchConfig], ...]] = {
     "float4": (*_FEW, _SOME, (12288, _E2M1)),
-    "int4": (*_FEW, _SOME, (12288, _INTEGER)),
+    "int4": ((1, LaunchConfig(1, 64, single=1)), _SOME, (12288, _INTEGER)),
     "float8": (*_FEW, _SOME, (12288, _E4M3)),
     "int8": (*_FEW, _SOME, (12288, _INTEGER)),
-    "float16": (*_FEW_WIDE, (12288, _WIDE)),
-    "float32": (*_FEW_WIDE, (12288, _WIDE)),
+    "float16": (*_FEW_WIDE, (16385, _WIDE)),
+    "float32": (*_FEW_WIDE, (16385, _WIDE)),
 }
 """Kind of the readout's elements -> (smallest ``fold_warps`` of the batch, launch configuration),
 ascending. A multiprocessor of the H200 holds 16 warps of the kernels that fold, the GPU 2,112.
@@ -98,12 +98,15 @@ the mix at batch 256 (NVIDIA H200, triton 3.6.0), in microseconds:
 - Falcon-H1 (d_state 256, commit d0d926b): 111 with 6 flush programs of 168 registers, 128 with 12
   of 128.
 
-Few sequences (commit 7a0a659; ``kernels/bench/results/variants-*`` have all). One launch prepares
-for each head and 32 or 64 rows anew, so it loses where the GPU is full: nvfp4 + fp16 takes 6.6 in
-one launch and 7.5 in four on Super at batch 4 (2,048 warps), 11.1 and 11.0 at 8, 19.1 and 15.0 at
-16. Flushing after the reads instead of beside them cost most of what small batches lost before:
-15.3 on Super at 8. fp32 states take 9.8 in one launch and 13.3 in four on Nano-30B at 8 (2,048
-warps), on Falcon-H1 at 8 (3,072) 21.9 and 17.0; alone 5.3 with 16 rows a program and 6.3 with 32.
+Few sequences (commits 7a0a659, 7b87599; ``kernels/bench/results/variants-*`` have all). One launch
+prepares for each head and 32 or 64 rows anew, so it loses where the GPU is full: nvfp4 + fp16 takes
+6.6 in one launch and 7.5 in four on Super at batch 4 (2,048 warps), 11.1 and 11.0 at 8, 19.1 and
+15.0 at 16. Flushing after the reads instead of beside them cost most of what small batches lost
+before: 15.3 on Super at 8. Where d_state is 256 it takes 8.7 and 7.5 on Falcon-H1 at 2, 12.8 and
+9.4 at 4. Alone P4+8 takes 4.8 with 64 rows a program and 4.9 with 32, P8+4 5.1 and 5.0. fp32 states
+take 9.8 in one launch and 13.3 in four on Nano-30B at 8 (2,048 warps), on Falcon-H1 at 8 (3,072)
+21.9 and 17.0; alone 5.3 with 16 rows a program and 6.3 with 32; on Super at 32 46.9, and 51.1 as
+many do.
 """
 
 
@@ -114,7 +117,11 @@ def launch_for(
     kind = "int" if config.readout.element.startswith("int") else "float"
     table = LAUNCH[f"{kind}{config.readout.bits}"]
     warps = max(batch, 1) * (512 if geometry is None else fold_warps(geometry))
-    return [c for least, c in table if least <= warps][-1]
+    chosen = [c for least, c in table if least <= warps][-1]
+    if chosen.single and batch > 1 and geometry is not None and geometry.n > 128:
+        if config.readout.bits <= 8:
+            chosen = next(c for _, c in table if not c.single)
+    return chosen
 
 
 def divisor_up_to(total: int, limit: int) -> int:

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from replayssm_quant.config import StateConfig
-from replayssm_quant.kernels.bench.registry import OPS, Problem
+from replayssm_quant.kernels.bench.registry import DESIGNS, OPS, Problem
 from replayssm_quant.kernels.bench.tune import kernels_of, launcher
 from replayssm_quant.state.geometry import LayerGeometry
 
@@ -97,6 +97,24 @@ def test_launches_change_no_bit_on_a_gpu(kind: str, formats: tuple[str, str | No
     rotate = formats[0].startswith("P")
     config = StateConfig.from_flags(*formats, buffer_len=16, rotate=rotate)
     check(kind, config, True, CHANGES[kind])
+
+
+@pytest.mark.parametrize("design", ["nvfp4+fp16-sr", "P8+4-sr-rot", "e4m3-sr", "fp32"])
+def test_few_sequences_take_one_launch_until_they_fill_a_gpu(design: str) -> None:
+    """What counts is the state of all of them, so a shard of a layer is launched like a smaller
+    layer; a head of d_state 256 prepares too much for one launch of several sequences."""
+    config = DESIGNS[design]
+    for kind, size, last in (
+        ("mamba2", (128, 64, 128, 8), 4),
+        ("mamba2", (64, 64, 128, 4), 8),
+        ("mamba2", (24, 128, 256, 1), 5 if design == "fp32" else 1),
+        ("gdn", (32, 128, 128, 16), 16),
+        ("gdn", (16, 128, 128, 8), 33),
+    ):
+        geometry = LayerGeometry(kind, *size)  # type: ignore[arg-type]
+        launch_for = kernels_of(kind).launch_for
+        one = [launch_for(config, batch, geometry).single for batch in range(1, 257)]
+        assert one == [1] * last + [0] * (256 - last)
 
 
 @pytest.mark.parametrize("kind", CHANGES)

@@ -30,7 +30,7 @@ def batches(geometry: LayerGeometry, most: int) -> list[int]:
     from ...kernels.common.store import fold_warps
 
     module = importlib.import_module(f"replayssm_quant.kernels.{geometry.kind}.triton_ops")
-    found, each = {1}, fold_warps(geometry)
+    found, each = {1, 2, 16}, fold_warps(geometry)
     for table in module.LAUNCH.values():
         for warps, _ in table:
             least = -(-warps // each)
