@@ -385,12 +385,31 @@ def _fetch(
 
 
 @triton.jit
+def _store_block(
+    y0, y1, x, z, y, D_ptr, at, count, width, x_token, z_token, y_token,
+    ROWS: tl.constexpr, D_ROWS: tl.constexpr, HAS_Z: tl.constexpr,
+):  # fmt: skip
+    """y0, y1 (``read_block``) of rows ``at`` and on, with D of each row and gated, to the output;
+    what was stored, as ``odd_sum``. D_ptr at the first head."""
+    if D_ROWS == 2:
+        skip = load_rows(D_ptr, at, ROWS)
+        x0, x1 = load_pair(x, x_token, at, count, ROWS)
+        y0 += skip * x0
+        y1 += skip * x1
+    if HAS_Z:
+        z0, z1 = load_pair(z, z_token, at, count, ROWS)
+        y0 *= z0 / (1.0 + tl.exp(-z0))
+        y1 *= z1 / (1.0 + tl.exp(-z1))
+    store_outputs(y, y_token, at, y0, y1, width, ROWS)
+    return odd_sum(y0, y1)
+
+
+@triton.jit
 def _verify_block(
-    FIRST: tl.constexpr, k: tl.constexpr,
-    codes, scales, past, now, c, even, odd, w_past, w_now,
-    x, z, y, D_ptr, ring, masks, dots, of, first, base, count, width, x_token, z_token, y_token,
+    k: tl.constexpr, codes, scales, past, now, c, even, odd, w_past, w_now,
+    x, z, y, D_ptr, ring, dots, of, first, base, count, width, x_token, z_token, y_token,
     H: tl.constexpr, R: tl.constexpr, LP: tl.constexpr, MOST: tl.constexpr,
-    OUTPUT: tl.constexpr, D_ROWS: tl.constexpr, HAS_Z: tl.constexpr, TREE: tl.constexpr,
+    OUTPUT: tl.constexpr, D_ROWS: tl.constexpr, HAS_Z: tl.constexpr,
 ):  # fmt: skip
     """y of block k, from what ``_fetch`` loaded; returns ``odd_sum`` of it."""
     BLOCKS: tl.constexpr = block_count(R, MOST)
@@ -404,28 +423,62 @@ def _verify_block(
             rest = fetch_tokens(ring, H * R, AT, more * 16, base, ROWS, 16)
             weights = _past_weights(dots, of + HEAD * (LP + 3 * TOKENS), more * 16, LP)
             y0, y1 = add_tokens(y0, y1, rest, weights, ROWS)
-    if FIRST:
-        y0, y1 = add_tokens(y0, y1, now, w_now[HEAD], ROWS)
-        append_tokens(ring, H * R, AT, base, count, now, ROWS, TOKENS)
-    else:
-        seen = seen_words(count, masks, TREE)
-        y0, y1 = add_seen(y0, y1, now, w_now[HEAD], seen, count, ROWS)
-    if D_ROWS == 2:
-        skip = load_rows(D_ptr + first * R, AT, ROWS)
-        x0, x1 = load_pair(x, x_token, AT, count, ROWS)
-        y0 += skip * x0
-        y1 += skip * x1
-    if HAS_Z:
-        z0, z1 = load_pair(z, z_token, AT, count, ROWS)
-        y0 *= z0 / (1.0 + tl.exp(-z0))
-        y1 *= z1 / (1.0 + tl.exp(-z1))
-    store_outputs(y, y_token, AT, y0, y1, width, ROWS)
-    return odd_sum(y0, y1)
+    y0, y1 = add_tokens(y0, y1, now, w_now[HEAD], ROWS)
+    append_tokens(ring, H * R, AT, base, count, now, ROWS, TOKENS)
+    return _store_block(
+        y0, y1, x, z, y, D_ptr + first * R, AT, count, width, x_token, z_token, y_token,
+        ROWS, D_ROWS, HAS_Z,
+    )  # fmt: skip
+
+
+@triton.jit
+def _verify_again(
+    x, z, y, D_ptr, ring, masks, code, scale, tile, dots, of, c_ptr, top_ptr,
+    first, base, count, width, x_token, z_token, y_token,
+    H: tl.constexpr, R: tl.constexpr, LP: tl.constexpr, HEADS: tl.constexpr,
+    COPY_HEAD: tl.constexpr, COPY_SCALE_HEAD: tl.constexpr, TILES: tl.constexpr,
+    OUTPUT: tl.constexpr, D_ROWS: tl.constexpr, HAS_Z: tl.constexpr, TREE: tl.constexpr,
+):  # fmt: skip
+    """y of ``_verify_unit`` where something is not finite, which then reaches the tokens that see
+    it and no others.
+
+    Sixteen rows at a time, in a loop that stays one: unrolled, it takes a compiler longer than all
+    the rest (Triton's pass that chooses how memory is accessed looks, for each access, at all that
+    is connected with it).
+    """
+    c = load_queries(c_ptr)
+    even_token = tl.arange(0, 32) % 4 * 2
+    top_even = tl.load(top_ptr + even_token)
+    top_odd = tl.load(top_ptr + even_token + 1)
+    seen = seen_words(count, masks, TREE)
+    for k in range(HEADS * R // 16):
+        head = k // (R // 16)
+        start = k % (R // 16) * 16
+        at = head * R + start
+        mine = of + head * (LP + 3 * TOKENS)
+        factor = mine + LP + 2 * TOKENS + even_token
+        codes, scales = fetch_codes(
+            code + head * COPY_HEAD, scale + head * COPY_SCALE_HEAD, tile + head * TILES,
+            start, 16, OUTPUT,
+        )  # fmt: skip
+        even, odd = tl.load(factor) * top_even, tl.load(factor + 1) * top_odd
+        y0, y1 = read_block(codes, scales, c, even, odd, 16, OUTPUT)
+        for more in tl.static_range(LP // 16):
+            if base > more * 16:
+                past = fetch_tokens(ring, H * R, at, more * 16, base, 16, 16)
+                y0, y1 = add_tokens(y0, y1, past, _past_weights(dots, mine, more * 16, LP), 16)
+        D = tl.load(D_ptr + first + head).to(tl.float32) if D_ROWS == 1 else 0.0
+        weights = _own_weights(dots, mine, D, count, masks, LP, D_ROWS == 1, TREE)
+        now = fetch_tokens(x, x_token, at, 0, count, 16, TOKENS)
+        y0, y1 = add_seen(y0, y1, now, weights, seen, count, 16)
+        _store_block(
+            y0, y1, x, z, y, D_ptr + first * R, at, count, width, x_token, z_token, y_token,
+            16, D_ROWS, HAS_Z,
+        )  # fmt: skip
 
 
 @triton.jit
 def _verify_unit(
-    FIRST: tl.constexpr,
     x, z, y, D_ptr, ring, masks, code, scale, tile, dots, of, c_ptr, top_ptr,
     first, base, count, width, x_token, z_token, y_token,
     H: tl.constexpr, R: tl.constexpr, LP: tl.constexpr, HEADS: tl.constexpr, MOST: tl.constexpr,
@@ -433,9 +486,9 @@ def _verify_unit(
     OUTPUT: tl.constexpr, D_ROWS: tl.constexpr, HAS_Z: tl.constexpr, TREE: tl.constexpr,
     AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """y of HEADS heads from ``first`` on, where the pointers are; x joins the ring if FIRST.
+    """y of HEADS heads from ``first`` on, where the pointers are; x joins the ring.
 
-    Returns whether something was not finite; if so, without FIRST the result is right.
+    Returns whether something was not finite; if so, the result of ``_verify_again`` is right.
     """
     BLOCKS: tl.constexpr = HEADS * block_count(R, MOST)
     codes, scales, past, now = _fetch(
@@ -473,9 +526,9 @@ def _verify_unit(
                 COPY_HEAD, COPY_SCALE_HEAD, TILES, OUTPUT,
             )  # fmt: skip
         strange += _verify_block(
-            FIRST, k, codes, scales, past, now, c, even, odd, w_past, w_now,
-            x, z, y, D_ptr, ring, masks, dots, of, first, base, count, width,
-            x_token, z_token, y_token, H, R, LP, MOST, OUTPUT, D_ROWS, HAS_Z, TREE,
+            k, codes, scales, past, now, c, even, odd, w_past, w_now,
+            x, z, y, D_ptr, ring, dots, of, first, base, count, width,
+            x_token, z_token, y_token, H, R, LP, MOST, OUTPUT, D_ROWS, HAS_Z,
         )  # fmt: skip
         if AHEAD and k + 1 < BLOCKS:
             codes, scales, past, now = codes_next, scales_next, past_next, now_next
@@ -557,15 +610,15 @@ def verify_matrix_kernel(
         zero_outputs(y, y_token, width, HEADS * R)
     else:
         strange = _verify_unit(
-            True, x, z, y, D_ptr, ring, masks, code, scale, tile, dots, of, c, top,
+            x, z, y, D_ptr, ring, masks, code, scale, tile, dots, of, c, top,
             first, base, count, width, x_token, z_token, y_token, H, R, LP, HEADS, MOST,
             COPY_HEAD, COPY_SCALE_HEAD, TILES, OUTPUT, D_ROWS, HAS_Z, TREE, AHEAD, EARLY,
         )  # fmt: skip
         if strange:
-            _verify_unit(
-                False, x, z, y, D_ptr, ring, masks, code, scale, tile, dots, of, c, top,
-                first, base, count, width, x_token, z_token, y_token, H, R, LP, HEADS, 16,
-                COPY_HEAD, COPY_SCALE_HEAD, TILES, OUTPUT, D_ROWS, HAS_Z, TREE, False, False,
+            _verify_again(
+                x, z, y, D_ptr, ring, masks, code, scale, tile, dots, of, c, top,
+                first, base, count, width, x_token, z_token, y_token, H, R, LP, HEADS,
+                COPY_HEAD, COPY_SCALE_HEAD, TILES, OUTPUT, D_ROWS, HAS_Z, TREE,
             )  # fmt: skip
 
 

@@ -209,10 +209,24 @@ for launch in launches:
         verify._gate_step(problem, step, "mix", "triton")
     ran.append(names)
     found.append(problem.pages.clone())
+
+# an input that is not finite: the work is done again, and reaches the tokens that see it alone
+module.LAUNCH = ((1, dataclasses.replace(module.LAUNCH[0][1], **launches[0])),)
+step = problem.verify_steps("mix")[0]
+wide = step.inputs.x if kind == "mamba2" else step.inputs.v
+wide[:, 2, 1, 5], wide[:, 3, 0, 20] = float("inf"), float("nan")
+problem.pages.copy_(start)
+with emulated(90):
+    got = problem.verify(step, "triton").float()
+problem.pages.copy_(start)
+want = problem.verify(step, "reference").float()
+fine = want.isfinite()
 print(json.dumps({
     "ran": ran, "flush": step.rows.flush.tolist(),
     "differ": [int((f != found[0]).sum()) for f in found],
     "untouched": torch.equal(found[0], start),
+    "fine": [torch.equal(got.isfinite(), fine), int(fine.sum()), fine.numel()],
+    "error": float((got - want)[fine].norm() / want[fine].norm()),
 }))
 """
 
@@ -235,3 +249,6 @@ def test_a_verify_step_folds_where_it_reads(
         assert ran[-1] == "verify_matrix_kernel"
         assert ("flush_kernel" in ran) == (launch.get("fused") == 0)
     assert not any(report["differ"])
+    same, finite, total = report["fine"]
+    assert same and total - finite == 2 * (3 + 2)  # of two rows: tokens 2 to 4, and 3 and 4
+    assert report["error"] < 3e-3  # as of a step without them
