@@ -7,7 +7,8 @@
 
 VENV ?= .venv
 ARGS ?=
-PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt
+# Modules are compiled as they are imported, which few of the thousands installed are.
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install -q --no-compile -c constraints.txt
 
 # The first interpreter that is 3.11 or 3.12 and can build an environment.
 SUPPORTED = import ensurepip, sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
