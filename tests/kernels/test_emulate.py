@@ -62,6 +62,7 @@ torch.set_num_threads(1)
 from replayssm_quant.kernels.bench.emulate import emulated
 from replayssm_quant.kernels.bench.registry import DESIGNS, OPS, Problem
 from replayssm_quant.kernels.bench.run import gate_step
+from replayssm_quant.kernels.bench.tune import kernels_of
 from replayssm_quant.state.geometry import LayerGeometry
 
 arch, op, design, shape, dtype = json.loads(sys.argv[1])
@@ -71,8 +72,9 @@ problem = Problem(
     dtype=getattr(torch, dtype),
 )
 step = problem.steps("flush")[0]
-rows = step.rows
-rows.slots[4:] = -1  # few live rows, launched as a large batch is
+step.rows.slots[4:] = -1  # few live rows, launched as a large batch is
+kernels, table = kernels_of(kind), kernels_of(kind).launch_for
+kernels.launch_for = lambda config, batch, geometry: table(config, 256)
 with emulated(arch) as ran:
     result = gate_step(problem, step, samples=1, impl="triton")
 print(json.dumps({"ran": ran, "flips": result.flips}))
