@@ -190,17 +190,12 @@ def run(
     from . import warm  # which imports this module
 
     module = kernels_of(s.op.kind)
-    trials = [
-        Trial(
-            s.op,
-            geometry,
-            batch,
-            design,
-            module.launch_for(DESIGNS[design], batch, s.op.geometry(geometry)),
-        )  # fmt: skip
-        for geometry, batch in s.points
-        for design in s.designs
-    ]
+
+    def trial_of(geometry: str, batch: int, design: str) -> Trial:
+        table = module.launch_for(DESIGNS[design], batch, s.op.geometry(geometry))
+        return Trial(s.op, geometry, batch, design, table)
+
+    trials = [trial_of(g, batch, design) for g, batch in s.points for design in s.designs]
     last = "mix" if "mix" in s.phases else s.phases[0]
     stages = SEARCH[s.op.kind] if given is None else ((last, tuple(given)),)
     for goal, texts in stages:

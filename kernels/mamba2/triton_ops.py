@@ -118,9 +118,9 @@ def launch_for(
     table = LAUNCH[f"{kind}{config.readout.bits}"]
     warps = max(batch, 1) * (512 if geometry is None else fold_warps(geometry))
     chosen = [c for least, c in table if least <= warps][-1]
-    if chosen.single and batch > 1 and geometry is not None and geometry.n > 128:
-        if config.readout.bits <= 8:
-            chosen = next(c for _, c in table if not c.single)
+    wide = geometry is not None and geometry.n > 128 and config.readout.bits <= 8
+    if chosen.single and wide and batch > 1:  # each program would prepare 256 columns
+        return next(c for _, c in table if not c.single)
     return chosen
 
 
