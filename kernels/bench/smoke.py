@@ -1,7 +1,8 @@
 """One small step of every kernel: what a memory or race checker runs.
 
 ``python -m replayssm_quant.kernels.bench.smoke --ahead`` compiles everything in parallel processes,
-then ``compute-sanitizer --tool racecheck python -m replayssm_quant.kernels.bench.smoke`` checks.
+then ``compute-sanitizer --tool racecheck python -m replayssm_quant.kernels.bench.smoke`` checks
+(``sanitize`` does so for each operation, design and tool).
 Each design of each family stores a state, takes one step in which some rows flush and some do not,
 and loads the state back; and verifies drafts, a chain and a tree of them, whose accepted paths are
 moved.
