@@ -104,7 +104,9 @@ def check(request: Request) -> None:
                 raise ValueError(
                     f"model {model.name}: the vLLM plugin does not support {name}; use --backend hf"
                 )
-    installed(request.vllm_python)
+    hardware = installed(request.vllm_python)["hardware"]
+    for model in request.models:
+        model_dtype(model.config or {}, request.dtype, hardware)
 
 
 def options(arm: Arm, recipe: str | None, seed: int) -> dict[str, Any] | None:
@@ -119,14 +121,24 @@ def options(arm: Arm, recipe: str | None, seed: int) -> dict[str, Any] | None:
 
 
 def model_dtype(config: Mapping[str, Any], wanted: str, hardware: str) -> str:
-    """vLLM's dtype for ``--dtype``: the checkpoint's own for ``auto``, except that vLLM's CPU
-    kernels of Gated DeltaNet take bf16 alone."""
-    if wanted != "auto":
-        return DTYPES[wanted]
+    """vLLM's dtype for ``--dtype``: the checkpoint's own for ``auto``.
+
+    vLLM's kernels of Gated DeltaNet take no fp32, and on a CPU bf16 alone: a checkpoint in another
+    dtype is run in bf16. Raises ValueError where another one is asked for.
+    """
     text = config.get("text_config") or config
-    if hardware.endswith(")") and " CPU (" in hardware and "linear_num_value_heads" in text:
+    given = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or "bfloat16"
+    dtype = str(given) if wanted == "auto" else DTYPES[wanted]
+    cpu = " CPU (" in hardware
+    if "linear_num_value_heads" not in text or dtype in ("bfloat16", *["float16"] * (not cpu)):
+        return dtype
+    if wanted == "auto":
         return "bfloat16"
-    return str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or "bfloat16")
+    takes = "take bf16 alone on a CPU" if cpu else "take no fp32"
+    raise ValueError(
+        f"--dtype {wanted}: vLLM's kernels of Gated DeltaNet {takes}; give --dtype bf16, or leave "
+        "it out"
+    )
 
 
 def parameters(folder: Path) -> int:

@@ -234,9 +234,15 @@ def test_options_of_each_kind_of_arm(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_dtype_of_engines() -> None:
     cpu, gpu = "x86_64 CPU (AVX512)", "NVIDIA H200"
     gdn = {"text_config": {"linear_num_value_heads": 2, "dtype": "float32"}}
-    assert vllm.model_dtype(gdn, "auto", cpu) == "bfloat16"
-    assert vllm.model_dtype(gdn, "auto", gpu) == "float32"
-    assert vllm.model_dtype(gdn, "fp16", cpu) == "float16"
+    for hardware in (cpu, gpu):  # its kernels take no fp32
+        assert vllm.model_dtype(gdn, "auto", hardware) == "bfloat16"
+        assert vllm.model_dtype(gdn, "bf16", hardware) == "bfloat16"
+        with pytest.raises(ValueError, match="--dtype fp32: .* take .*; give --dtype bf16"):
+            vllm.model_dtype(gdn, "fp32", hardware)
+    assert vllm.model_dtype(gdn, "fp16", gpu) == "float16"
+    with pytest.raises(ValueError, match="--dtype fp16: .* bf16 alone on a CPU"):
+        vllm.model_dtype(gdn, "fp16", cpu)
+    assert vllm.model_dtype({"dtype": "float32"}, "auto", gpu) == "float32"
     assert vllm.model_dtype({"torch_dtype": "bfloat16"}, "auto", gpu) == "bfloat16"
 
 

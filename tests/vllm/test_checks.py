@@ -29,7 +29,9 @@ def config(architecture: str = "NemotronHForCausalLM", **changes: object) -> Sim
     """What ``check`` reads of a VllmConfig; changes as ``part__name=value``."""
     made = SimpleNamespace(
         additional_config={KEY: {"recipe": "auto"}},
-        model_config=SimpleNamespace(architecture=architecture, hf_config=HF, model="m"),
+        model_config=SimpleNamespace(
+            architecture=architecture, hf_config=HF, model="m", dtype="torch.float32"
+        ),
         cache_config=SimpleNamespace(
             enable_prefix_caching=False, use_replayssm=False, kv_offloading_size=None
         ),
@@ -89,6 +91,10 @@ def test_without_the_option_nothing_is_checked() -> None:
         (
             {"speculative_config": speculative(3, "NemotronHForCausalLM")},
             "draft model NemotronHForCausalLM has recurrent layers",
+        ),
+        (
+            {"model_config__architecture": "Qwen3_5ForCausalLM"},
+            "Gated DeltaNet take no float32; pass --dtype bfloat16",
         ),
         ({"kv_transfer_config": object()}, "--kv-transfer-config"),
         ({"cache_config__kv_offloading_size": 4.0}, "--kv-offloading-size"),

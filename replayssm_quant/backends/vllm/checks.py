@@ -79,6 +79,11 @@ def _draft_features(config: Any) -> Iterable[tuple[bool, str]]:
 def _features(config: Any) -> Iterable[tuple[bool, str]]:
     """(in use, what to do about it) for each feature that does not work with a split state."""
     cache, parallel = config.cache_config, config.parallel_config
+    model = config.model_config
+    yield (
+        model.architecture.startswith("Qwen3") and str(model.dtype) == "torch.float32",
+        "vLLM's kernels of Gated DeltaNet take no float32; pass --dtype bfloat16",
+    )
     yield from _draft_features(config)
     yield (
         config.kv_transfer_config is not None
