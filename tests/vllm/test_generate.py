@@ -58,9 +58,15 @@ def python(tmp_path: Path) -> Path:
     return path
 
 
-def test_an_interpreter_without_vllm_is_named_in_the_error(python: Path) -> None:
-    with pytest.raises(RuntimeError, match="arm a: vLLM failed: No module named"):
+def test_an_interpreter_without_vllm_is_named_in_the_error(
+    python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(RuntimeError, match="arm a: vLLM failed: No module named") as failed:
         generate("m", [[1]], {"a": None}, python=str(python))
+    (kept,) = tmp_path.glob("replayssm-vllm-*")  # the session's folder is gone
+    assert str(failed.value).endswith(f"; its log: {kept}")
+    assert "ModuleNotFoundError" in kept.read_text()
     with pytest.raises(ValueError, match=r"cannot run vLLM \(No module named.*vLLM 0.32 or 0.33"):
         probe(str(python))
     with pytest.raises(ValueError, match="interpreter '/no/python' does not run"):
@@ -83,6 +89,12 @@ def test_an_interpreter_without_vllm_is_named_in_the_error(python: Path) -> None
             "too little memory",
         ),
         ("RuntimeError: See root cause above.\n", "See root cause above."),
+        (
+            "(EngineCore pid=7) ERROR 11-30 core.py:1] AssertionError: no float32\n"
+            "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack "
+            "trace (above) for the root cause.\n",
+            "no float32",
+        ),
         ("only this\n\n", "only this"),
         ("", "no output"),
     ],

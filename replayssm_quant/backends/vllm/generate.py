@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -98,8 +99,9 @@ class Session:
 
     model: a local folder, or a hub id. options: the plugin's, None for plain vLLM with an fp32
     state. python: interpreter that has vLLM. tokenizer: whether vLLM loads it, as texts and stop
-    strings need. engine: more arguments of ``vllm.LLM``. Raises RuntimeError with the line of the
-    log that says why, if the engine does not start in ``timeout`` seconds.
+    strings need. engine: more arguments of ``vllm.LLM``. Raises RuntimeError if the engine fails,
+    with the line of its log that says why and the file that keeps this log, or does not start in
+    ``timeout`` seconds.
     """
 
     def __init__(
@@ -140,7 +142,11 @@ class Session:
         out = self._path / f"{name}.json"
         while not out.is_file():
             if self._process.poll() is not None and not out.is_file():
-                raise RuntimeError(f"vLLM failed: {_cause(self._log)}")
+                cause = _cause(self._log)
+                handle, kept = tempfile.mkstemp(prefix="replayssm-vllm-", suffix=".log")
+                os.close(handle)
+                shutil.copyfile(self._log, kept)
+                raise RuntimeError(f"vLLM failed: {cause}; its log: {kept}")
             if time.monotonic() > end:
                 raise RuntimeError(f"vLLM gave no answer in {self._timeout:.0f} s")
             time.sleep(0.05)
@@ -259,7 +265,8 @@ def _cause(log: Path) -> str:
     lines = [x.strip() for x in log.read_text(errors="replace").splitlines() if x.strip()]
     pattern = re.compile(r"(?:Value error, |\w*Error: )(.*?)(?: \[type=|$)")
     errors = [found[1] for line in reversed(lines) if (found := pattern.search(line)) and found[1]]
-    own = [text for text in errors if "See root cause above" not in text]  # another process's
+    # what one process says of another's end
+    own = [x for x in errors if not re.search(r"[Ss]ee (root cause|stack trace) \(?above", x)]
     return (own or errors or lines[-1:] or ["no output"])[0]
 
 
