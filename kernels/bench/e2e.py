@@ -1104,9 +1104,10 @@ def heading(rows: list[dict[str, Any]]) -> list[str]:
         return []
     first = rows[0]
     commits = list(dict.fromkeys(str(r["commit"])[:7] for r in rows))
+    named = " and ".join([", ".join(commits[:-1]), commits[-1]][len(commits) == 1 :])
     lines = [
         f"{first['gpu']}, {first['date']}, commit{'s' * (len(commits) > 1)} "
-        f"{' and '.join(commits)}, vLLM {first['vllm']}, torch {first['torch']}, triton "
+        f"{named}, vLLM {first['vllm']}, torch {first['torch']}, triton "
         f"{first['triton']}.",
         "",
     ]
