@@ -65,7 +65,7 @@ class LaunchConfig:
 
 
 _FEW = ((1, LaunchConfig(1, 32, single=1)), (1024, LaunchConfig(1, 64, single=1)))
-_SOME = (2113, LaunchConfig(0, 64, flush=12, flush_registers=168, beside=1))
+_SOME = LaunchConfig(0, 64, flush=12, flush_registers=168, beside=1)
 _FEW_WIDE = (
     (1, LaunchConfig(1, 16, single=1)),
     (1024, LaunchConfig(1, 32, single=1)),
@@ -76,12 +76,12 @@ _E4M3 = LaunchConfig(0, 64, flush=8, beside=1, registers=96)
 _INTEGER = LaunchConfig(2, 64, flush=8, flush_registers=168, beside=1, registers=128)
 _WIDE = LaunchConfig(4, 64, warps=2, flush=12, beside=1)
 LAUNCH: dict[str, tuple[tuple[int, LaunchConfig], ...]] = {
-    "float4": (*_FEW, _SOME, (12288, _E2M1)),
-    "int4": ((1, LaunchConfig(1, 64, single=1)), _SOME, (12288, _INTEGER)),
-    "float8": (*_FEW, _SOME, (12288, _E4M3)),
-    "int8": (*_FEW, _SOME, (12288, _INTEGER)),
+    "float4": (*_FEW, (2113, _SOME), (12288, _E2M1)),
+    "int4": ((1, LaunchConfig(1, 64, single=1)), (2048, _SOME), (12288, _INTEGER)),
+    "float8": (*_FEW, (2113, _SOME), (12288, _E4M3)),
+    "int8": (*_FEW, (2048, _SOME), (12288, _INTEGER)),
     "float16": (*_FEW_WIDE, (16385, _WIDE)),
-    "float32": (*_FEW_WIDE, (16385, _WIDE)),
+    "float32": _FEW_WIDE,
 }
 """Kind of the readout's elements -> (smallest ``fold_warps`` of the batch, launch configuration),
 ascending. A multiprocessor of the H200 holds 16 warps of the kernels that fold, the GPU 2,112.
@@ -106,8 +106,11 @@ before: 15.3 on Super at 8. Where d_state is 256 it takes 8.7 and 7.5 on Falcon-
 9.4 at 4. Alone P4+8 takes 4.8 with 64 rows a program and 4.9 with 32, P8+4 5.1 and 5.0. fp32 states
 take 9.8 in one launch and 13.3 in four on Nano-30B at 8 (2,048 warps), on Falcon-H1 at 8 (3,072)
 21.9 and 17.0; alone 5.3 with 16 rows a program and 6.3 with 32; on Super at 32 46.9, and 51.1 as
-many do.
+``_WIDE``, at 64 85 and 92, at 256 301 and 331 (commit d001aef). P8+4 takes 9.9 in one launch and
+8.0 in four on Super at 4 (2,048 warps), P4+8 7.8 and 7.5, and each the same on Nano-30B at 8.
 """
+LARGE = {"float32": ((16385, _WIDE),)}
+"""More rows of ``LAUNCH``, where d_state is above 128."""
 
 
 def launch_for(
@@ -115,11 +118,13 @@ def launch_for(
 ) -> LaunchConfig:
     """What ``LAUNCH`` says for a readout format and a batch (default: of Nemotron-3-Super)."""
     kind = "int" if config.readout.element.startswith("int") else "float"
-    table = LAUNCH[f"{kind}{config.readout.bits}"]
+    name = f"{kind}{config.readout.bits}"
+    large = geometry is not None and geometry.n > 128
+    table = LAUNCH[name] + (LARGE.get(name, ()) if large else ())
     warps = max(batch, 1) * (512 if geometry is None else fold_warps(geometry))
     chosen = [c for least, c in table if least <= warps][-1]
-    wide = geometry is not None and geometry.n > 128 and config.readout.bits <= 8
-    if chosen.single and wide and batch > 1:  # each program would prepare 256 columns
+    if chosen.single and large and config.readout.bits <= 8 and batch > 1:
+        # each program would prepare 256 columns
         return next(c for _, c in table if not c.single)
     return chosen
 

@@ -103,10 +103,10 @@ def test_launches_change_no_bit_on_a_gpu(kind: str, formats: tuple[str, str | No
 def test_few_sequences_take_one_launch_until_they_fill_a_gpu(design: str) -> None:
     """What counts is the state of all of them, so a shard of a layer is launched like a smaller
     layer; a head of d_state 256 prepares too much for one launch of several sequences."""
-    config = DESIGNS[design]
+    config, integers = DESIGNS[design], design.startswith("P")
     for kind, size, last in (
-        ("mamba2", (128, 64, 128, 8), 4),
-        ("mamba2", (64, 64, 128, 4), 8),
+        ("mamba2", (128, 64, 128, 8), 4 - integers),
+        ("mamba2", (64, 64, 128, 4), 8 - integers),
         ("mamba2", (24, 128, 256, 1), 5 if design == "fp32" else 1),
         ("gdn", (32, 128, 128, 16), 16),
         ("gdn", (16, 128, 128, 8), 33),
@@ -115,6 +115,14 @@ def test_few_sequences_take_one_launch_until_they_fill_a_gpu(design: str) -> Non
         launch_for = kernels_of(kind).launch_for
         one = [launch_for(config, batch, geometry).single for batch in range(1, 257)]
         assert one == [1] * last + [0] * (256 - last)
+
+
+def test_many_fp32_states_go_by_rows_but_where_a_row_is_long() -> None:
+    from replayssm_quant.kernels.mamba2.triton_ops import launch_for
+
+    config = DESIGNS["fp32"]
+    for size, rows in (((128, 64, 128, 8), 16), ((24, 128, 256, 1), 64)):
+        assert launch_for(config, 256, LayerGeometry("mamba2", *size)).rows == rows
 
 
 @pytest.mark.parametrize("kind", CHANGES)
