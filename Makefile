@@ -16,6 +16,8 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c "$(SUPPORTED)" 2>/dev/null && { echo $$p; break; }; done)
 
 .PHONY: eval test gates lint clean
+# Both ways to install write to the same environment.
+.NOTPARALLEL:
 .DELETE_ON_ERROR:
 
 eval: $(VENV)/.installed
@@ -46,7 +48,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) -e .
 	@touch $@
 
-# One after the other also under `make -j`: both write to the same environment.
-$(VENV)/.installed-dev: pyproject.toml constraints.txt $(VENV)/.installed
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing into $(VENV): torch is large, so the first time takes minutes" >&2
 	$(PIP) -e '.[dev]'
-	@touch $@
+	@touch $(VENV)/.installed $@
