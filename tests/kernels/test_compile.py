@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ import replayssm_quant  # noqa: E402
 
 ROOT = Path(replayssm_quant.__file__).resolve().parents[1]
 SCRIPT = """
-import importlib, json, pkgutil, sys
+import importlib, json, pkgutil, re, sys
 import torch
 torch.set_num_threads(1)
 import triton
@@ -30,7 +31,7 @@ from replayssm_quant.state.cache import StatePool
 from replayssm_quant.state.geometry import LayerGeometry
 
 arch = int(sys.argv[1])
-found = {}
+found, lanes = {}, []
 mamba, delta = OPS["mamba2_decode"], OPS["gdn_decode"]
 flags = StateConfig.from_flags
 cases = {
@@ -59,20 +60,30 @@ for op, geometry, config in cases:
         else:
             ops.gdn_load(problem.views, config, step.rows, impl="triton")
     with compile_only(arch) as more:  # a verify step, without the fold that decode has shown
-        pool = StatePool({0: geometry}, config, 2, drafts=3)
-        rows = pool.verify_rows(torch.arange(2), torch.full((2,), 4))
-        wide = torch.zeros(2, 4, geometry.heads, geometry.rows, dtype=torch.bfloat16)
-        narrow = torch.zeros(2, 4, geometry.groups, geometry.n, dtype=torch.bfloat16)
-        gates = torch.zeros(2, 4, geometry.heads)
+        pool = StatePool({0: geometry}, config, 2, drafts=4)
+        rows = pool.verify_rows(torch.arange(2), torch.full((2,), 5))
+        wide = torch.zeros(2, 5, geometry.heads, geometry.rows, dtype=torch.bfloat16)
+        narrow = torch.zeros(2, 5, geometry.groups, geometry.n, dtype=torch.bfloat16)
+        gates = torch.zeros(2, 5, geometry.heads)
         if op.kind == "mamba2":
             rest = (problem.weights["A"], narrow, narrow)
             ops.mamba2_verify(pool.views[0], config, rows, wide, gates, *rest, impl="triton")
         else:
             inputs = (narrow, narrow, wide, gates, gates)
             ops.gdn_verify(pool.views[0], config, rows, *inputs, impl="triton")
-        path = torch.zeros(2, 4, dtype=torch.int32)
+        path = torch.zeros(2, 5, dtype=torch.int32)
         ops.compact(pool.views[0], rows, path, impl="triton")
-    launches += [launch for launch in more if launch.name.startswith("verify")]
+    more = [launch for launch in more if launch.name.startswith("verify")]
+    launches += more
+    if any(launch.name == "verify_matrix_kernel" for launch in more):
+        seen = []
+        for text in (launch.ttgir for launch in more):
+            layouts = dict(re.findall(r"^(#[a-z0-9]+) = (#ttg.*)$", text, re.M))
+            for line in text.splitlines():
+                if "elementwise_inline_asm" in line and ("mma.sync" in line or "shfl" in line):
+                    kinds = set(re.findall(r"tensor<[0-9x]+[a-z0-9]+, (#[a-z0-9]+)>", line))
+                    seen.append(["mma.sync" in line, [layouts[k] for k in kinds]])
+        lanes.append([op.kind, config.rotate, seen])
     for launch in launches:
         m = disassemble(launch)
         found.setdefault(launch.name, []).append([m.registers, m.spills, m.instructions])
@@ -86,7 +97,7 @@ for package in (common, gdn, mamba2):
             for name, value in vars(module).items()
             if isinstance(value, triton.runtime.jit.JITFunction) and name.endswith("_kernel")
         }
-print(json.dumps({"found": found, "kernels": sorted(kernels)}))
+print(json.dumps({"found": found, "kernels": sorted(kernels), "lanes": lanes}))
 """
 
 
@@ -95,7 +106,8 @@ print(json.dumps({"found": found, "kernels": sorted(kernels)}))
 def test_every_kernel_compiles(arch: int, tmp_path: Path) -> None:
     """The launches of both families' steps, stores and loads, for sm_90 and sm_100.
 
-    None may be left out, and none may spill more than a value here and there.
+    None may be left out, and none may spill more than a value here and there. The matrix units of
+    verify steps are given what they want.
     """
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
@@ -113,6 +125,31 @@ def test_every_kernel_compiles(arch: int, tmp_path: Path) -> None:
             assert instructions > 20, name
             text = f"{name}: {spills} local loads and stores, {registers} registers"
             assert spills <= instructions // (20 if bounded else 100), text
+    assert len(report["lanes"]) == 2
+    for kind, rotated, seen in report["lanes"]:
+        check_lanes(kind, rotated, seen)
+
+
+def check_lanes(kind: str, rotated: bool, found: list) -> None:
+    """A product of a read sees lane 4 g + q hold elements (., g, q), one of a fold (g, 4 q ...) as
+    loads leave them, a query four neighbours a lane: what the PTX of these kernels counts on."""
+    products = [layouts for mma, layouts in found if mma]
+    loaded = "sizePerThread = [1, 4], threadsPerWarp = [8, 4], warpsPerCTA = [1, 1], order = [1, 0]"
+    folds = [layouts for layouts in products if len(layouts) == 1 and loaded in layouts[0]]
+    reads = [layouts for layouts in products if layouts not in folds]
+    assert len(reads) >= 8
+    for layouts in reads:
+        assert len(layouts) == 1
+        order = r"PerWarp = \[1, 8, 4\].*order = \[(0, 2, 1|2, 1, 0|2, 0, 1)\]"
+        lanes = "lane = [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]]" in layouts[0]
+        assert lanes or re.search(order, layouts[0]), layouts
+    turned = [layouts for mma, layouts in found if not mma]
+    assert all(len(layouts) == 1 for layouts in turned)
+    others = [layouts[0] for layouts in turned if loaded not in layouts[0]]  # not of the fold
+    queries = [layout for layout in others if "[1, 4], threadsPerWarp = [1, 32]" in layout]
+    keys = kind == "gdn" and rotated  # of the window
+    # five tokens are prepared as four and one, each place turned once more where they are rotated
+    assert others == queries and len(queries) == 2 * (1 + rotated) + keys
 
 
 def test_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,34 +26,37 @@ from replayssm_quant.state.cache import StepRows
 from replayssm_quant.state.geometry import LayerGeometry
 from replayssm_quant.state.layout import StateLayout
 
-arch, update, output, rows, n, large = json.loads(sys.argv[1])
-config = StateConfig.from_flags(update, output)
-layout = StateLayout(LayerGeometry("mamba2", 1, rows, n, 1), config, "fp32")
-gen = torch.Generator().manual_seed(1)
-before = torch.randint(0, 256, (2, layout.page_bytes), dtype=torch.uint8, generator=gen)
-state = torch.randn(1, 1, rows, n, generator=gen)
-state *= torch.exp(3 * torch.randn(1, 1, rows, 1, generator=gen))
-state[0, 0, 1] = 0.0
-state[0, 0, 2] = -1e-39
-if large:
-    state[0, 0, 3] *= 2.0**-20  # subnormal in fp16
-    state[0, 0, 4, n // 2] = 3e4
-    state[0, 0, 5, : n // 2] *= 1e-5  # small beside the rest of its row and tile
-    state[0, 0, 6, 5] = 1e6
-else:
-    state = state.sign() * state.abs().clamp(min=2.0**-13)
-step = StepRows(
-    torch.tensor([1]), torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.bool),
-    torch.tensor([2**30 + 7], dtype=torch.int32), torch.tensor([-(2**62) + 12345]),
-)
-ours, theirs = before.clone(), before.clone()
-with emulated(arch) as ran:
-    ops.store_state(layout.views(ours), config, step, state, layer=7, head_offset=3, impl="triton")
-ops.store_state(layout.views(theirs), config, step, state, layer=7, head_offset=3, impl="reference")
-a, b = layout.views(ours).tensors(), layout.views(theirs).tensors()
-raw = lambda t: t.contiguous().view(torch.uint8)
-differ = {name: int((raw(a[name]) != raw(b[name])).sum()) for name in a}
-print(json.dumps({"ran": ran, "differ": differ, "untouched": bool(torch.equal(ours, before))}))
+arch, cases = json.loads(sys.argv[1])
+for update, output, rows, n, large in cases:
+    config = StateConfig.from_flags(update, output)
+    layout = StateLayout(LayerGeometry("mamba2", 1, rows, n, 1), config, "fp32")
+    gen = torch.Generator().manual_seed(1)
+    before = torch.randint(0, 256, (2, layout.page_bytes), dtype=torch.uint8, generator=gen)
+    state = torch.randn(1, 1, rows, n, generator=gen)
+    state *= torch.exp(3 * torch.randn(1, 1, rows, 1, generator=gen))
+    state[0, 0, 1] = 0.0
+    state[0, 0, 2] = -1e-39
+    if large:
+        state[0, 0, 3] *= 2.0**-20  # subnormal in fp16
+        state[0, 0, 4, n // 2] = 3e4
+        state[0, 0, 5, : n // 2] *= 1e-5  # small beside the rest of its row and tile
+        state[0, 0, 6, 5] = 1e6
+    else:
+        state = state.sign() * state.abs().clamp(min=2.0**-13)
+    step = StepRows(
+        torch.tensor([1]), torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.bool),
+        torch.tensor([2**30 + 7], dtype=torch.int32), torch.tensor([-(2**62) + 12345]),
+    )
+    ours, theirs = layout.views(before.clone()), layout.views(before.clone())
+    at = dict(layer=7, head_offset=3)
+    with emulated(arch) as ran:
+        ops.store_state(ours, config, step, state, **at, impl="triton")
+    ops.store_state(theirs, config, step, state, **at, impl="reference")
+    raw = lambda t: t.contiguous().view(torch.uint8)
+    a, b, start = (v.tensors() for v in (ours, theirs, layout.views(before)))
+    differ = {name: int((raw(a[name]) != raw(b[name])).sum()) for name in a}
+    untouched = all(torch.equal(raw(a[name]), raw(start[name])) for name in a)
+    print(json.dumps({"ran": ran, "differ": differ, "untouched": untouched}))
 """
 STEP = """
 import json, sys
@@ -81,43 +84,40 @@ print(json.dumps({"ran": ran, "flips": result.flips}))
 """
 
 
-def emulate(script: str, case: list[object], cache: Path, **env: str) -> dict:
-    """What a script prints of its emulated launches."""
+def emulate(script: str, case: list[object], cache: Path, **env: str) -> list[dict]:
+    """What a script prints of its emulated launches, a line a case."""
     kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     kept |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT), **env}
     done = subprocess.run(
         [sys.executable, "-c", script, json.dumps(case)], env=kept, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+STORED = [
+    ("fp16", "nvfp4", 16, 128, True),
+    ("P4+8", None, 16, 128, True),
+    ("P8+4", None, 16, 128, True),
+    ("e4m3", "same", 16, 128, True),
+    ("e5m2", "nvfp4", 18, 64, True),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [90, 100])
-@pytest.mark.parametrize(
-    "update, output, rows, n",
-    [
-        ("fp16", "nvfp4", 16, 128),
-        ("P4+8", None, 16, 128),
-        ("P8+4", None, 16, 128),
-        ("e4m3", "same", 16, 128),
-        ("e5m2", "nvfp4", 18, 64),
-    ],
-)
-def test_stored_bytes_are_the_codecs(
-    arch: int, update: str, output: str | None, rows: int, n: int, tmp_path: Path
-) -> None:
+def test_stored_bytes_are_the_codecs(arch: int, tmp_path: Path) -> None:
     """The inline PTX of either architecture, which no interpreter runs, gives the codec's bytes."""
-    report = emulate(STORE, [arch, update, output, rows, n, True], tmp_path)
-    assert report["ran"] == ["_store_kernel"] and not report["untouched"]
-    assert set(report["differ"].values()) == {0}, report["differ"]
+    for case, report in zip(STORED, emulate(STORE, [arch, STORED], tmp_path), strict=True):
+        assert report["ran"] == ["_store_kernel"] and not report["untouched"], case
+        assert set(report["differ"].values()) == {0}, (case, report["differ"])
 
 
 @pytest.mark.slow
 def test_hardware_rounding_differs_only_below_the_normal_numbers(tmp_path: Path) -> None:
     """``cvt.rs``, given the same random bits, rounds normal fp16 numbers as the codec does."""
     env = {"REPLAYSSM_HARDWARE_ROUNDING": "1"}
-    report = emulate(STORE, [100, "fp16", "nvfp4", 16, 128, False], tmp_path, **env)
+    (report,) = emulate(STORE, [100, [("fp16", "nvfp4", 16, 128, False)]], tmp_path, **env)
     assert set(report["differ"].values()) == {0}, report["differ"]
 
 
@@ -133,7 +133,7 @@ def test_a_flush_agrees_with_float64(
     op: str, design: str, shape: list[int], tmp_path: Path
 ) -> None:
     """y, checkpoint and copy of rows that flush, within the gate of the benchmark on a GPU."""
-    report = emulate(STEP, [90, op, design, shape, "bfloat16"], tmp_path)
+    (report,) = emulate(STEP, [90, op, design, shape, "bfloat16"], tmp_path)
     assert "flush_kernel" in report["ran"] and report["flips"] < 5e-3
 
 
@@ -146,7 +146,7 @@ def test_a_read_of_32_tokens_agrees_with_float64(tmp_path: Path) -> None:
     script = script.replace('problem.steps("flush")[0]', 'problem.steps("readout")[9]')
     script = script.replace("import json, sys", "import dataclasses, json, sys")
     case = [90, "gdn_decode", "P8+4-sr-rot", [2, 128, 128, 1], "bfloat16"]
-    report = emulate(script, case, tmp_path)  # which raises where y is wrong
+    (report,) = emulate(script, case, tmp_path)  # which raises where y is wrong
     assert {"prepare_kernel", "readout_kernel"} <= set(report["ran"])
 
 
@@ -177,7 +177,7 @@ print(json.dumps(found))
 def test_conversions_are_used_where_a_gpu_has_them(asked: bool, tmp_path: Path) -> None:
     """FP4 conversions on sm_100 and not on sm_90; rounding by chance only where it is asked for."""
     env = {"REPLAYSSM_HARDWARE_ROUNDING": "1"} if asked else {}
-    report = emulate(CONVERSIONS, [], tmp_path, **env)
+    (report,) = emulate(CONVERSIONS, [], tmp_path, **env)
     assert report["90"] == {k: False for k in report["90"]}
     assert report["100"] == {
         "cvt.rs.satfinite.f16x2.f32": asked,
@@ -245,7 +245,7 @@ def test_a_verify_step_folds_where_it_reads(
     kind: str, design: str, shape: list[int], launches: list[dict], tmp_path: Path
 ) -> None:
     """One launch that folds and reads: y and state by float64, and the bytes of other launches."""
-    report = emulate(VERIFY, [kind, design, shape, launches], tmp_path)
+    (report,) = emulate(VERIFY, [kind, design, shape, launches], tmp_path)
     assert report["flush"] == [True, False] and not report["untouched"]
     for launch, ran in zip(launches, report["ran"], strict=True):
         assert ran[-1] == "verify_matrix_kernel"

@@ -246,100 +246,102 @@ def test_sum_over_lanes(rep):
 LAYOUTS = """
 import dataclasses, json, re, sys
 import torch
-import triton.compiler.compiler as compiler
+torch.set_num_threads(1)
 from replayssm_quant.config import StateConfig
-from replayssm_quant.kernels.bench.inspect_sass import compile_only
+from replayssm_quant.kernels.bench.inspect_sass import ttgir_only
 from replayssm_quant.kernels.bench.registry import OPS, Problem
 from replayssm_quant.kernels.bench.tune import kernels_of, launcher
 from replayssm_quant.state.geometry import LayerGeometry
 
-kernels = []
-build = compiler.CompiledKernel.__init__
-def keep(self, *args, **kwargs):
-    build(self, *args, **kwargs)
-    kernels.append(self)
-compiler.CompiledKernel.__init__ = keep
 class Left:  # folds have tests of their own, and take most of the time
     def __getitem__(self, grid):
         return self
     def __call__(self, *args, **kwargs):
         pass
-found = []
-for kind, size, update, output, dtype, changes in json.loads(sys.argv[1]):
+kind, cases = json.loads(sys.argv[1])
+module = kernels_of(kind)
+for name in ("flush_rows", "window_kernel", "flush_kernel"):
+    if hasattr(module, name):
+        setattr(module, name, Left())
+for size, update, output, dtype, changes in cases:
     length = changes.pop("buffer_len", 16)
-    rotate = update.startswith("P")
-    config = StateConfig.from_flags(update, output, rotate=rotate, buffer_len=length)
-    geometry = LayerGeometry(kind, *size)
-    cpu = torch.device("cpu")
+    config = StateConfig.from_flags(
+        update, output, rotate=update.startswith("P"), buffer_len=length
+    )
+    geometry, cpu = LayerGeometry(kind, *size), torch.device("cpu")
     dtype = getattr(torch, dtype)
     problem = Problem(OPS[f"{kind}_decode"], geometry, config, 2, device=cpu, sets=1, dtype=dtype)
-    kernels.clear()
-    module = kernels_of(kind)
-    for name in ("flush_rows", "window_kernel", "flush_kernel"):
-        if hasattr(module, name):
-            setattr(module, name, Left())
     launch = dataclasses.replace(module.launch_for(config, 256), **changes)
-    with compile_only(90):
+    with ttgir_only(90, ("readout_kernel", "step_kernel", "prepare_kernel")) as kernels:
         launcher(module, problem, launch)(problem.steps("mix")[0])
-    for kernel in kernels:
-        if kernel.metadata.name not in ("readout_kernel", "step_kernel", "prepare_kernel"):
-            continue
-        text = kernel.asm["ttgir"]
+    found = []
+    for _, text in kernels:
         layouts = dict(re.findall(r"^(#[a-z0-9]+) = (#ttg.*)$", text, re.M))
         for line in text.splitlines():
             if "elementwise_inline_asm" not in line or "tensor<8x16x" in line:
                 continue  # the latter is of a fold's tile
-            kind = "sum" if "shfl" in line else "product" if "mma.sync" in line else ""
-            kind = "rotation" if "fma.rn.f32 $0, $0, f, v" in line else kind
-            if kind:
+            what = "sum" if "shfl" in line else "product" if "mma.sync" in line else ""
+            what = "rotation" if "fma.rn.f32 $0, $0, f, v" in line else what
+            if what:
                 kinds = set(re.findall(r"tensor<[0-9x]+[a-z0-9]+, (#[a-z0-9]+)>", line))
-                found.append([kind, [layouts[k] for k in kinds]])
-print(json.dumps(found))
+                found.append([what, [layouts[k] for k in kinds]])
+    print(json.dumps(found))
 """
 
 
-_M, _G, _WIDE = ("mamba2", (8, 64, 128, 1)), ("gdn", (2, 128, 128, 1)), "float32"
-_HALF = "bfloat16"
-LAYOUT_CASES = [
-    [*_M, "fp16", "nvfp4", _HALF, {"heads": 2, "rows": 64}],
-    [*_M, "fp16", "nvfp4", _WIDE, {"heads": 4, "rows": 32, "ahead": 1}],
-    ["mamba2", (4, 80, 128, 2), "P4+8", None, _WIDE, {"heads": 2, "rows": 64}],
-    [*_M, "P8+4", None, _WIDE, {"heads": 2, "rows": 64}],
-    [*_M, "e4m3", "same", _HALF, {"heads": 2, "rows": 64}],
-    [*_G, "P8+4", None, _HALF, {"rows": 64}],
-    [*_G, "P8+4", None, _WIDE, {"rows": 64}],
-    [*_G, "e4m3", "same", _WIDE, {"rows": 32, "blocks": 2, "ahead": 1}],
-    [*_G, "fp16", "nvfp4", _HALF, {"rows": 32, "blocks": 4, "ahead": 1}],
-    ["mamba2", (4, 128, 256, 1), "fp16", "nvfp4", _HALF, {"rows": 32}],
-    [*_M, "fp16", "nvfp4", _HALF, {"single": 1, "rows": 16}],
-    [*_M, "e4m3", "same", _HALF, {"single": 1, "rows": 32}],
-    [*_G, "P8+4", None, _HALF, {"single": 1, "rows": 16}],
-    [*_G, "P8+4", None, _HALF, {"single": 1, "rows": 32, "buffer_len": 32}],
-]
+_M, _G, _WIDE, _HALF = (8, 64, 128, 1), (2, 128, 128, 1), "float32", "bfloat16"
+LAYOUT_CASES = {
+    "mamba2": [
+        [_M, "fp16", "nvfp4", _HALF, {"heads": 2, "rows": 64}],
+        [_M, "fp16", "nvfp4", _WIDE, {"heads": 4, "rows": 32, "ahead": 1}],
+        [(4, 80, 128, 2), "P4+8", None, _WIDE, {"heads": 2, "rows": 64}],
+        [_M, "P8+4", None, _WIDE, {"heads": 2, "rows": 64}],
+        [_M, "e4m3", "same", _HALF, {"heads": 2, "rows": 64}],
+        [(4, 128, 256, 1), "fp16", "nvfp4", _HALF, {"rows": 32}],
+        [_M, "fp16", "nvfp4", _HALF, {"single": 1, "rows": 16}],
+        [_M, "e4m3", "same", _HALF, {"single": 1, "rows": 32}],
+    ],
+    "gdn": [
+        [_G, "P8+4", None, _HALF, {"rows": 64}],
+        [_G, "P8+4", None, _WIDE, {"rows": 64}],
+        [_G, "e4m3", "same", _WIDE, {"rows": 32, "blocks": 2, "ahead": 1}],
+        [_G, "fp16", "nvfp4", _HALF, {"rows": 32, "blocks": 4, "ahead": 1}],
+        [_G, "P8+4", None, _HALF, {"single": 1, "rows": 16}],
+        [_G, "P8+4", None, _HALF, {"single": 1, "rows": 32, "buffer_len": 32}],
+    ],
+}
 
 
-@pytest.mark.parametrize("case", LAYOUT_CASES)
-def test_lanes_hold_what_the_matrix_units_want(case):
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LAYOUT_CASES)
+def test_lanes_hold_what_the_matrix_units_want(kind: str, tmp_path: Path) -> None:
     """Both kinds of inline PTX see lane 4 g + q hold elements (., g, q), in their order."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path)}
+    cases = LAYOUT_CASES[kind]
     done = subprocess.run(
-        [sys.executable, "-c", LAYOUTS, json.dumps([case])],
-        capture_output=True, text=True, cwd=ROOT, env=env, timeout=300,
+        [sys.executable, "-c", LAYOUTS, json.dumps([kind, cases])],
+        capture_output=True, text=True, cwd=ROOT, env=env, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert {kind for kind, _ in found} >= {"product", "sum"}
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    for case, found in zip(cases, reports, strict=True):
+        check_lanes(found, f"{kind} {case}")
+
+
+def check_lanes(found: list, case: str) -> None:
+    assert {kind for kind, _ in found} >= {"product", "sum"}, case
     lanes = "lane = [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]], warp = [], block = []"
     for kind, layouts in found:
-        assert len(layouts) == 1
+        assert len(layouts) == 1, case
         if kind == "rotation":
-            assert "sizePerThread = [1, 4], threadsPerWarp = [1, 32]" in layouts[0]
+            assert "sizePerThread = [1, 4], threadsPerWarp = [1, 32]" in layouts[0], case
         elif "linear" in layouts[0]:
             registers = layouts[0].split("register = ")[1].split(", lane")[0]
-            assert lanes in layouts[0]
-            assert registers in ("[[1, 0, 0]]", "[[1, 0, 0], [2, 0, 0]]",
-                                 "[[1, 0, 0], [2, 0, 0], [4, 0, 0]]")  # fmt: skip
+            steps = ["[1, 0, 0]", "[2, 0, 0]", "[4, 0, 0]"]
+            wanted = [f"[{', '.join(steps[:count])}]" for count in (1, 2, 3)]
+            assert lanes in layouts[0] and registers in wanted, case
         else:
-            assert "threadsPerWarp = [1, 8, 4]" in layouts[0]
-            assert "warpsPerCTA = [1, 1, 1]" in layouts[0]
-            assert re.search(r"sizePerThread = \[\d, 1, 1\]", layouts[0])
+            assert "threadsPerWarp = [1, 8, 4]" in layouts[0], case
+            assert "warpsPerCTA = [1, 1, 1]" in layouts[0], case
+            assert re.search(r"sizePerThread = \[\d, 1, 1\]", layouts[0]), case

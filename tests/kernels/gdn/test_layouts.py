@@ -19,9 +19,8 @@ SCRIPT = """
 import json, re, sys
 import torch
 torch.set_num_threads(1)
-from triton.runtime import jit
 from replayssm_quant.config import StateConfig
-from replayssm_quant.kernels.bench.inspect_sass import compile_only
+from replayssm_quant.kernels.bench.inspect_sass import ttgir_only
 from replayssm_quant.kernels.bench.registry import OPS, Problem
 from replayssm_quant.kernels.bench.tune import kernels_of, launcher
 from replayssm_quant.state.geometry import LayerGeometry
@@ -29,18 +28,11 @@ from replayssm_quant.state.geometry import LayerGeometry
 geometry = LayerGeometry("gdn", 1, 16, 96, 1)
 config = StateConfig.from_flags(sys.argv[1], buffer_len=16)
 problem = Problem(OPS["gdn_decode"], geometry, config, 2, device=torch.device("cpu"), sets=1)
-step, found = problem.steps("mix")[0], []
 module = kernels_of("gdn")
 run = launcher(module, problem, module.launch_for(config, 256))
-with compile_only(90):
-    compiled = jit.JITFunction.run
-    def keep(self, *args, **kwargs):  # compiling the others would take most of the time
-        if self.__name__ == "flush_kernel":
-            found.append(compiled(self, *args, **kwargs).asm["ttgir"])
-    jit.JITFunction.run = keep
-    run(step)
-    jit.JITFunction.run = compiled
-(text,) = found
+with ttgir_only(90, {"flush_kernel"}) as found:
+    run(problem.steps("mix")[0])
+((_, text),) = found
 layouts = dict(re.findall(r"^(#\\w+) = (.*)$", text, re.M))
 inline = [line for line in text.splitlines() if "mma.sync" in line]
 operands = {name for line in inline for name in re.findall(r"tensor<8x16xf?i?\\d+, (#\\w+)>", line)}
