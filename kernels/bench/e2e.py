@@ -814,9 +814,10 @@ does that in another process. *As served* is vLLM's own host, untouched. Where t
 than the GPU, a step shows the host. *stagger* spreads the flushes of requests that start together
 over the steps of a window, as the plugin does unless it is told otherwise; in other arms of the
 lean host they all flush at once. Which engines are up together, and in which order they are timed,
-is in [e2e-h200.txt](e2e-h200.txt) since d7701f4. At 47fd9ad engines of both models ran at the same
-time, on a GPU each of one host. Steps below batch 64 are the host's: engines that run the same code
-differ by up to 2 ms there, so those tables say that nothing is lost or won, and no more.
+is in [e2e-h200.txt](e2e-h200.txt) since d7701f4. At 47fd9ad and d001aef engines of both models ran
+at the same time, on a GPU each of one host. Small steps are the host's: engines that run the same
+code differed by up to 2 ms below batch 64 at 47fd9ad, and by 0.5 ms at 8 at d001aef, where each GPU
+had sixteen cores of its own; so the tables of 8 and 1 say that nothing is lost or won, and no more.
 
 Published for ReplaySSM with an fp32 state, beside plain vLLM on an H100 and for these geometries:
 Nano-4B 1.47 times the tokens at batch 256 and 1.52 at 512 (vLLM pull request 48018), Qwen3.5-4B
