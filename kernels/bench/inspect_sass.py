@@ -102,6 +102,15 @@ def compile_only(arch: int) -> Iterator[list[Launch]]:
         driver._active = before
 
 
+def inline_assembly(ttgir: str) -> Iterator[tuple[str, list[str]]]:
+    """Each line of a kernel that has inline PTX, with the layouts of its tensors."""
+    layouts = dict(re.findall(r"^(#[a-z0-9]+) = (#ttg.*)$", ttgir, re.M))
+    for line in ttgir.splitlines():
+        if "elementwise_inline_asm" in line:
+            kinds = set(re.findall(r"tensor<[0-9x]+[a-z0-9]+, (#[a-z0-9]+)>", line))
+            yield line, [layouts[kind] for kind in kinds]
+
+
 class _Stopped(Exception):
     """Carries what a kernel was when its compilation was stopped."""
 

@@ -17,14 +17,14 @@ import replayssm_quant  # noqa: E402
 
 ROOT = Path(replayssm_quant.__file__).resolve().parents[1]
 SCRIPT = """
-import importlib, json, pkgutil, re, sys
+import importlib, json, pkgutil, sys
 import torch
 torch.set_num_threads(1)
 import triton
 from replayssm_quant import ops
 from replayssm_quant.config import StateConfig
 from replayssm_quant.kernels import common, gdn, mamba2
-from replayssm_quant.kernels.bench.inspect_sass import compile_only, disassemble
+from replayssm_quant.kernels.bench.inspect_sass import compile_only, disassemble, inline_assembly
 from replayssm_quant.kernels.bench.registry import OPS, Problem, call, random_state
 from replayssm_quant.kernels.bench.tune import kernels_of, launcher
 from replayssm_quant.state.cache import StatePool
@@ -76,14 +76,9 @@ for op, geometry, config in cases:
     more = [launch for launch in more if launch.name.startswith("verify")]
     launches += more
     if any(launch.name == "verify_matrix_kernel" for launch in more):
-        seen = []
-        for text in (launch.ttgir for launch in more):
-            layouts = dict(re.findall(r"^(#[a-z0-9]+) = (#ttg.*)$", text, re.M))
-            for line in text.splitlines():
-                if "elementwise_inline_asm" in line and ("mma.sync" in line or "shfl" in line):
-                    kinds = set(re.findall(r"tensor<[0-9x]+[a-z0-9]+, (#[a-z0-9]+)>", line))
-                    seen.append(["mma.sync" in line, [layouts[k] for k in kinds]])
-        lanes.append([op.kind, config.rotate, seen])
+        inline = [pair for launch in more for pair in inline_assembly(launch.ttgir)]
+        inline = [(ptx, used) for ptx, used in inline if "mma.sync" in ptx or "shfl" in ptx]
+        lanes.append([op.kind, config.rotate, [["mma.sync" in ptx, used] for ptx, used in inline]])
     for launch in launches:
         m = disassemble(launch)
         found.setdefault(launch.name, []).append([m.registers, m.spills, m.instructions])

@@ -244,11 +244,11 @@ def test_sum_over_lanes(rep):
 
 
 LAYOUTS = """
-import dataclasses, json, re, sys
+import dataclasses, json, sys
 import torch
 torch.set_num_threads(1)
 from replayssm_quant.config import StateConfig
-from replayssm_quant.kernels.bench.inspect_sass import ttgir_only
+from replayssm_quant.kernels.bench.inspect_sass import inline_assembly, ttgir_only
 from replayssm_quant.kernels.bench.registry import OPS, Problem
 from replayssm_quant.kernels.bench.tune import kernels_of, launcher
 from replayssm_quant.state.geometry import LayerGeometry
@@ -276,15 +276,13 @@ for size, update, output, dtype, changes in cases:
         launcher(module, problem, launch)(problem.steps("mix")[0])
     found = []
     for _, text in kernels:
-        layouts = dict(re.findall(r"^(#[a-z0-9]+) = (#ttg.*)$", text, re.M))
-        for line in text.splitlines():
-            if "elementwise_inline_asm" not in line or "tensor<8x16x" in line:
-                continue  # the latter is of a fold's tile
+        for line, layouts in inline_assembly(text):
+            if "tensor<8x16x" in line:
+                continue  # of a fold's tile
             what = "sum" if "shfl" in line else "product" if "mma.sync" in line else ""
             what = "rotation" if "fma.rn.f32 $0, $0, f, v" in line else what
             if what:
-                kinds = set(re.findall(r"tensor<[0-9x]+[a-z0-9]+, (#[a-z0-9]+)>", line))
-                found.append([what, [layouts[k] for k in kinds]])
+                found.append([what, layouts])
     print(json.dumps(found))
 """
 
