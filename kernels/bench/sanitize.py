@@ -25,7 +25,7 @@ from tqdm import tqdm
 from ..._paths import drop_checkout
 from .registry import DESIGNS
 from .run import RESULTS, gpu_slug, provenance, write_json
-from .smoke import GEOMETRIES, SMOKE
+from .smoke import GEOMETRIES, SMOKE, label
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SUMMARY = re.compile(r"=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards? displayed)")
@@ -52,7 +52,7 @@ def verdict(text: str, code: int | None, op: str, design: str) -> dict[str, Any]
     """
     counts = [int(n) for n in SUMMARY.findall(text)]
     lines = text.splitlines()
-    done = [f"{op} {g.rows}x{g.n} {design}" in lines for g in GEOMETRIES[op]]
+    done = [label(op, geometry, design) in lines for geometry in GEOMETRIES[op]]
     reported = sum(counts) if counts else None
     finished = all(done) and code in (0, FOUND)
     return {

@@ -41,6 +41,11 @@ GEOMETRIES |= {name.replace("_decode", "_verify"): both for name, both in GEOMET
 SMOKE = ("nvfp4+fp16-sr", "P4+8-sr-rot", "P8+4-sr-rot", "e4m3-sr", "fp32")
 
 
+def label(op: str, geometry: LayerGeometry, design: str) -> str:
+    """The line that says that a case came to its end."""
+    return f"{op} {geometry.rows}x{geometry.n} {design}"
+
+
 def step(op: str, geometry: LayerGeometry, design: str, device: torch.device) -> None:
     """Store, step and load five rows of a small pool, of which two flush; the step is launched as
     for one sequence, for some and for many."""
@@ -146,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
         for geometry in GEOMETRIES[op]:
             for design in designs:
                 (verify if op in VERIFY else step)(op, geometry, design, torch.device("cuda"))
-                print(f"{op} {geometry.rows}x{geometry.n} {design}", flush=True)
+                print(label(op, geometry, design), flush=True)
     return 0
 
 
