@@ -130,7 +130,8 @@ def model_dtype(config: Mapping[str, Any], wanted: str, hardware: str) -> str:
     given = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or "bfloat16"
     dtype = str(given) if wanted == "auto" else DTYPES[wanted]
     cpu = " CPU (" in hardware
-    if "linear_num_value_heads" not in text or dtype in ("bfloat16", *["float16"] * (not cpu)):
+    refused = dtype == "float32" or (cpu and dtype != "bfloat16")
+    if "linear_num_value_heads" not in text or not refused:
         return dtype
     if wanted == "auto":
         return "bfloat16"

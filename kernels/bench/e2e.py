@@ -1105,7 +1105,8 @@ def heading(rows: list[dict[str, Any]]) -> list[str]:
         return []
     first = rows[0]
     commits = list(dict.fromkeys(str(r["commit"])[:7] for r in rows))
-    named = " and ".join([", ".join(commits[:-1]), commits[-1]][len(commits) == 1 :])
+    *others, last = commits
+    named = f"{', '.join(others)} and {last}" if others else last
     lines = [
         f"{first['gpu']}, {first['date']}, commit{'s' * (len(commits) > 1)} "
         f"{named}, vLLM {first['vllm']}, torch {first['torch']}, triton "
