@@ -43,12 +43,15 @@ $(VENV)/bin/python:
 		"name one: make PYTHON=/path/to/python3.12" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+define install
 	@echo "installing into $(VENV): torch is large, so the first time takes minutes" >&2
-	$(PIP) -e .
+	$(PIP) -e $(1)
+endef
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(call install,.)
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
-	@echo "installing into $(VENV): torch is large, so the first time takes minutes" >&2
-	$(PIP) -e '.[dev]'
+	$(call install,'.[dev]')
 	@touch $(VENV)/.installed $@
